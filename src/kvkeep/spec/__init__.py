@@ -1,0 +1,20 @@
+"""Frozen values that travel between the rooms."""
+
+from kvkeep.spec.budget import Budget
+from kvkeep.spec.config import POOLINGS, STORES, EvictionConfig, parse_ranges
+from kvkeep.spec.results import CompactionTimes, SnapKVEvictionResult
+from kvkeep.spec.view import LayerSelection, LayerView, Selection, checked_positions
+
+__all__ = [
+    "POOLINGS",
+    "STORES",
+    "Budget",
+    "CompactionTimes",
+    "EvictionConfig",
+    "LayerSelection",
+    "LayerView",
+    "Selection",
+    "SnapKVEvictionResult",
+    "checked_positions",
+    "parse_ranges",
+]

@@ -1,0 +1,135 @@
+"""One frozen choice of score, allocation and store, parsed the same way everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvkeep.errors import ConfigError
+from kvkeep.spec.budget import Budget
+
+STORES = ("auto", "shared", "per-head")
+POOLINGS = ("avg", "max", "none")
+
+
+@dataclass(frozen=True)
+class EvictionConfig:
+    """What to evict and how the rest is stored.
+
+    Attributes:
+        policy: registered policy name (see `kvkeep.policies`).
+        budget: a `Budget`, or anything `Budget.parse` reads.
+        allocation: registered allocation name.
+        store: "shared" (one set per layer), "per-head", or "auto": what the policy scores.
+        window: W, the last prompt queries that score; None is the policy's default.
+        pool_kernel: odd width of the score pooling in positions; None is the policy's default.
+        pooling: "avg", "max" or "none"; None is the policy's default.
+        sink_tokens: first positions that always stay (they shrink to a smaller budget).
+        recent_tokens: last positions that always stay; None is the policy's default.
+        min_tokens: prompts of at most this many tokens are kept whole.
+        guarantee_sinks: False caps the sinks at max(1, budget // 8), as the seeds can.
+        protect: half-open ranges [start, stop) of positions that are never evicted.
+        seed: for policies that draw.
+        score_chunk_size: window queries scored at once, at most.
+
+    Raises:
+        ConfigError: a value is out of range or of the wrong type.
+    """
+
+    policy: str = "snapkv-d"
+    budget: Budget = field(default=Budget(512))
+    allocation: str = "uniform"
+    store: str = "auto"
+    window: int | None = None
+    pool_kernel: int | None = None
+    pooling: str | None = None
+    sink_tokens: int = 4
+    recent_tokens: int | None = None
+    min_tokens: int = 128
+    guarantee_sinks: bool = True
+    protect: tuple[tuple[int, int], ...] = ()
+    seed: int = 0
+    score_chunk_size: int = 8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", Budget.parse(self.budget))
+        object.__setattr__(self, "protect", parse_ranges(self.protect))
+        for name in ("policy", "allocation", "store"):
+            _require(isinstance(getattr(self, name), str), name, "a name", getattr(self, name))
+        _require(self.store in STORES, "store", f"one of {', '.join(STORES)}", self.store)
+        _require_int("window", self.window, 1, optional=True)
+        _require_int("pool_kernel", self.pool_kernel, 1, optional=True)
+        if self.pool_kernel is not None:
+            odd = self.pool_kernel % 2 == 1
+            _require(odd, "pool_kernel", "an odd number of positions", self.pool_kernel)
+        if self.pooling is not None:
+            known = self.pooling in POOLINGS
+            _require(known, "pooling", f"one of {', '.join(POOLINGS)}", self.pooling)
+        _require_int("sink_tokens", self.sink_tokens, 0)
+        _require_int("recent_tokens", self.recent_tokens, 0, optional=True)
+        _require_int("min_tokens", self.min_tokens, 0)
+        _require_int("seed", self.seed, 0)
+        _require_int("score_chunk_size", self.score_chunk_size, 1)
+        boolean = isinstance(self.guarantee_sinks, bool)
+        _require(boolean, "guarantee_sinks", "true or false", self.guarantee_sinks)
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any], base: EvictionConfig | None = None) -> EvictionConfig:
+        """Build a config from names and values (keywords, flags or a request's fields).
+
+        Names may use "-" for "_". A value of None leaves the setting as in `base`.
+
+        Raises:
+            ConfigError: a name is unknown, or a value is out of range.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        changes: dict[str, Any] = {}
+        for raw, value in settings.items():
+            name = str(raw).replace("-", "_")
+            if name not in known:
+                raise ConfigError(
+                    f"unknown eviction setting {raw!r}",
+                    expected=f"one of {', '.join(sorted(known))}",
+                    received=raw,
+                )
+            if value is not None:
+                changes[name] = value
+        return dataclasses.replace(base or cls(), **changes)
+
+
+def parse_ranges(value: object) -> tuple[tuple[int, int], ...]:
+    """Read protected ranges: pairs [start, stop), or text such as `"0:512,900:910"`.
+
+    Raises:
+        ConfigError: a range is unreadable, negative or empty.
+    """
+    expected = 'ranges start:stop with 0 <= start < stop, such as "0:512,900:910"'
+    if isinstance(value, str):
+        value = [part.split(":") for part in value.split(",") if part.strip()]
+    if not isinstance(value, Sequence):
+        raise ConfigError("unreadable protect ranges", expected=expected, received=repr(value))
+    ranges = []
+    for pair in value:
+        try:
+            start, stop = (int(end) for end in pair)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                "unreadable protect range", expected=expected, received=repr(pair)
+            ) from None
+        _require(0 <= start < stop, "protect", expected, f"{start}:{stop}")
+        ranges.append((start, stop))
+    return tuple(sorted(ranges))
+
+
+def _require(holds: bool, name: str, expected: str, received: object) -> None:
+    if not holds:
+        raise ConfigError(f"bad value for {name}", expected=expected, received=repr(received))
+
+
+def _require_int(name: str, value: object, least: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(whole and value >= least, name, f"a whole number >= {least}", value)  # type: ignore[operator]
