@@ -76,7 +76,9 @@ class EvictionConfig:
         _require(boolean, "guarantee_sinks", "true or false", self.guarantee_sinks)
 
     @classmethod
-    def parse(cls, settings: Mapping[str, Any], base: EvictionConfig | None = None) -> EvictionConfig:
+    def parse(
+        cls, settings: Mapping[str, Any], base: EvictionConfig | None = None
+    ) -> EvictionConfig:
         """Build a config from names and values (keywords, flags or a request's fields).
 
         Names may use "-" for "_". A value of None leaves the setting as in `base`.

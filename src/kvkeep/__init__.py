@@ -1,0 +1,72 @@
+"""kvkeep: evict the KV-cache rows that are hardly read again, decode against the rest."""
+
+from kvkeep import blas
+
+blas.load()  # before anything imports mlx: it takes effect only then
+
+from kvkeep.allocation import pyramid_budgets  # noqa: E402
+from kvkeep.attention import SnapKVAttentionCapture  # noqa: E402
+from kvkeep.caches import (  # noqa: E402
+    BatchPositionPreservingKVCache,
+    PositionPreservingKVCache,
+    PositionPreservingQuantizedKVCache,
+)
+from kvkeep.compaction import (  # noqa: E402
+    compact_prompt_cache,
+    evict_prompt_cache,
+    evict_selection,
+)
+from kvkeep.errors import KvkeepError  # noqa: E402
+from kvkeep.generation import RECOMMENDED, generate, stream_generate  # noqa: E402
+from kvkeep.policies import get_policy  # noqa: E402
+from kvkeep.reuse import (  # noqa: E402
+    load_prompt_cache,
+    register_caches,
+    save_prompt_cache,
+)
+from kvkeep.selection import (  # noqa: E402
+    random_indices,
+    sink_recent_indices,
+    snapkv_keep_indices,
+    topk_indices_per_head,
+)
+from kvkeep.spec import (  # noqa: E402
+    Budget,
+    EvictionConfig,
+    LayerSelection,
+    LayerView,
+    Selection,
+    SnapKVEvictionResult,
+)
+
+__version__ = "0.1.0"
+
+register_caches()
+
+__all__ = [
+    "RECOMMENDED",
+    "BatchPositionPreservingKVCache",
+    "Budget",
+    "EvictionConfig",
+    "KvkeepError",
+    "LayerSelection",
+    "LayerView",
+    "PositionPreservingKVCache",
+    "PositionPreservingQuantizedKVCache",
+    "Selection",
+    "SnapKVAttentionCapture",
+    "SnapKVEvictionResult",
+    "compact_prompt_cache",
+    "evict_prompt_cache",
+    "evict_selection",
+    "generate",
+    "get_policy",
+    "load_prompt_cache",
+    "pyramid_budgets",
+    "random_indices",
+    "save_prompt_cache",
+    "sink_recent_indices",
+    "snapkv_keep_indices",
+    "stream_generate",
+    "topk_indices_per_head",
+]

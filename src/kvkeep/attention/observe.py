@@ -1,0 +1,138 @@
+"""Observers: the last W post-RoPE queries of one layer of one request."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from kvkeep.errors import UnsupportedModelError
+
+_ATTRIBUTE = "_kvkeep_observer"
+
+
+class WindowObserver:
+    """Collects a layer's window queries while a prompt is prefilled, across chunk borders.
+
+    Args:
+        window: W.
+        end: rows the layer will hold when the prefill is done, where known: chunks
+            before the window are then not looked at.
+        seen: rows it holds already.
+
+    Attributes:
+        queries: [1, H_q, <= W, D], the last ones so far, or None.
+        scale: what the model multiplies q.k by.
+        sinks: the model's attention sinks [H_q], or None.
+        calls: attention calls seen.
+        additive_mask: whether the model passed a float mask (a bias inside the softmax).
+    """
+
+    def __init__(self, window: int, end: int | None = None, seen: int = 0) -> None:
+        self.window, self.end, self.seen = window, end, seen
+        self.queries: mx.array | None = None
+        self.scale = 1.0
+        self.sinks: mx.array | None = None
+        self.calls = 0
+        self.additive_mask = False
+
+    def observe(
+        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array:
+        """Look at one chunk's queries [1, H_q, n, D]; returns what attention should use.
+
+        The returned array has the same values. It depends on the window's copy, so that
+        the copy is made at once and the chunk's queries are not kept alive for it.
+        """
+        self.calls += 1
+        self.seen += queries.shape[2]
+        self.scale, self.sinks = scale, sinks
+        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+            self.additive_mask = True
+        if self.window == 0 or (self.end is not None and self.seen <= self.end - self.window):
+            return queries
+        tail = queries[:, :, -self.window :, :]
+        if self.queries is not None and tail.shape[2] < self.window:
+            tail = mx.concatenate([self.queries, tail], axis=2)[:, :, -self.window :, :]
+        self.queries = mx.contiguous(tail)
+        return mx.depends([queries], [self.queries])[0]
+
+
+def observer_of(cache: Any) -> WindowObserver | None:
+    """The observer that a cache carries, if any."""
+    return getattr(cache, _ATTRIBUTE, None)
+
+
+@contextlib.contextmanager
+def observing(
+    cache: list[Any], layers: list[int], window: int, new_tokens: int | None = None
+) -> Iterator[Mapping[int, WindowObserver]]:
+    """Attach an observer to these layers' caches, and take it off whatever happens.
+
+    Args:
+        cache: the cache list.
+        layers: indices of the layers to observe.
+        window: W.
+        new_tokens: tokens about to be prefilled, where known.
+    """
+    observers = {}
+    try:
+        for layer in layers:
+            rows = cache[layer].size()
+            end = None if new_tokens is None else rows + new_tokens
+            observers[layer] = WindowObserver(window, end, rows)
+            setattr(cache[layer], _ATTRIBUTE, observers[layer])
+        yield observers
+    finally:
+        for layer in observers:
+            if hasattr(cache[layer], _ATTRIBUTE):
+                delattr(cache[layer], _ATTRIBUTE)
+
+
+def require_visible(observers: Mapping[int, WindowObserver], model: object, policy: str) -> None:
+    """Refuse a model whose attention the seam cannot follow, after its first forward.
+
+    Raises:
+        UnsupportedModelError: names the model, the reason and what would work.
+    """
+    name = model_name(model)
+    unseen = [layer for layer, observer in observers.items() if observer.calls == 0]
+    if unseen:
+        raise UnsupportedModelError(
+            f"model {name!r} computes attention on its own in {len(unseen)} of"
+            f" {len(observers)} layers, so policy {policy!r} cannot see its queries",
+            expected="attention through mlx_lm.models.base.scaled_dot_product_attention",
+            received=f"none in layers {_few(unseen)}",
+            remedy="Run it with eviction off, or, where the model calls mx.fast attention"
+            " itself, use policy 'snapkv-d'.",
+        )
+    shared = [layer for layer, observer in observers.items() if observer.calls > 1]
+    if shared:
+        raise UnsupportedModelError(
+            f"model {name!r} reads one layer's cache from several layers",
+            expected="one attention call per cache and forward",
+            received=f"more in layers {_few(shared)}",
+            remedy="Run it with eviction off.",
+        )
+    biased = [layer for layer, observer in observers.items() if observer.additive_mask]
+    if biased:
+        raise UnsupportedModelError(
+            f"model {name!r} adds positional scores to its attention through the mask,"
+            f" which policy {policy!r} would leave out",
+            expected="a boolean or causal mask",
+            received=f"a float mask in layers {_few(biased)}",
+            remedy="Run it with eviction off.",
+        )
+
+
+def model_name(model: object) -> str:
+    """The model type as its configuration spells it, else its class."""
+    kind = getattr(getattr(model, "args", None), "model_type", None)
+    return str(kind or getattr(model, "model_type", None) or type(model).__name__)
+
+
+def _few(layers: list[int]) -> str:
+    shown = ", ".join(map(str, layers[:6]))
+    return shown if len(layers) <= 6 else f"{shown}, … ({len(layers)} in all)"

@@ -1,0 +1,37 @@
+"""Caches that hold part of the rows and keep mlx-lm's whole cache contract."""
+
+from kvkeep.caches.base import CompactCache
+from kvkeep.caches.batch import BatchPositionPreservingKVCache
+from kvkeep.caches.compact import PositionPreservingKVCache
+from kvkeep.caches.protocol import OwnsAttention, on_seam_needed, request_seam
+from kvkeep.caches.quantized import PositionPreservingQuantizedKVCache
+from kvkeep.caches.retain import (
+    bytes_per_row,
+    is_compact,
+    is_exact,
+    is_plain,
+    layer_positions,
+    layer_rows,
+    live_nbytes,
+    require_evictable,
+    retained,
+)
+
+__all__ = [
+    "BatchPositionPreservingKVCache",
+    "CompactCache",
+    "OwnsAttention",
+    "PositionPreservingKVCache",
+    "PositionPreservingQuantizedKVCache",
+    "bytes_per_row",
+    "is_compact",
+    "is_exact",
+    "is_plain",
+    "layer_positions",
+    "layer_rows",
+    "live_nbytes",
+    "on_seam_needed",
+    "request_seam",
+    "require_evictable",
+    "retained",
+]

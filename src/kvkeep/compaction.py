@@ -1,0 +1,310 @@
+"""From a prefilled cache to a compact one: view, score, allocate, select, store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvkeep.allocation import get_allocation
+from kvkeep.attention import Observation, ProgressCallback, model_name, observed_prefill
+from kvkeep.caches import (
+    bytes_per_row,
+    is_compact,
+    is_exact,
+    is_plain,
+    layer_rows,
+    live_nbytes,
+    require_evictable,
+    retained,
+)
+from kvkeep.choosing import Chooser
+from kvkeep.errors import CacheError, PromptError, SelectionError, UnsupportedModelError
+from kvkeep.policies import Policy, policy_of
+from kvkeep.spec import (
+    Budget,
+    CompactionTimes,
+    EvictionConfig,
+    LayerSelection,
+    Selection,
+    SnapKVEvictionResult,
+    checked_positions,
+)
+
+
+def evict_prompt_cache(
+    prompt_cache: list[Any],
+    keep_indices: Sequence[int] | np.ndarray | mx.array,
+    *,
+    true_offset: int,
+) -> SnapKVEvictionResult:
+    """Evict every full-attention layer down to one set of positions.
+
+    Args:
+        prompt_cache: mlx-lm's cache list; stays untouched. Layers other than a filled
+            `KVCache` (sliding window, state space, …) are passed through; with none of
+            them evictable this is a no-op.
+        keep_indices: ascending, unique positions to keep.
+        true_offset: the next position; must be each evicted layer's offset.
+
+    Raises:
+        SelectionError: indices are unsorted, repeated, negative or too large.
+        CacheError: a layer is quantised, compact or a batch, or has another offset.
+    """
+    kept = LayerSelection((checked_positions(keep_indices),))
+    layers = [i for i, layer in enumerate(prompt_cache) if is_exact(layer)]
+    return evict_selection(prompt_cache, Selection(true_offset, dict.fromkeys(layers, kept)))
+
+
+def evict_selection(prompt_cache: list[Any], selection: Selection) -> SnapKVEvictionResult:
+    """Store a selection: the kept positions of each layer and head, the rest evicted.
+
+    Args:
+        prompt_cache: mlx-lm's cache list; stays untouched.
+        selection: from exact layers of `selection.source_length` positions.
+
+    Raises:
+        SelectionError: the selection names a layer that is not a filled `KVCache`.
+        CacheError: a layer is quantised, compact or a batch, has another offset than
+            `source_length`, or its heads keep unequal numbers.
+    """
+    require_evictable(prompt_cache)
+    for index in selection.layers:
+        if not 0 <= index < len(prompt_cache) or not is_exact(prompt_cache[index]):
+            raise SelectionError(
+                f"layer {index} cannot be evicted",
+                expected="indices of filled KVCache layers",
+                received=index,
+            )
+        layer_rows(prompt_cache[index])
+        _require_offset(prompt_cache[index].offset, selection.source_length, index)
+    before = cache_nbytes(prompt_cache)
+    cache = [
+        retained(layer, selection.layers[i]) if i in selection.layers else layer
+        for i, layer in enumerate(prompt_cache)
+    ]
+    return _result(cache, selection, before)
+
+
+def compact_prompt_cache(
+    model: Any,
+    prompt: Sequence[int] | mx.array,
+    *,
+    budget: Budget | int | float | str | None = None,
+    window: int = 24,
+    sink_tokens: int = 4,
+    recent_tokens: int | None = None,
+    min_tokens: int = 128,
+    score_chunk_size: int = 8,
+    config: EvictionConfig | None = None,
+    prefill_step_size: int = 2048,
+    progress: ProgressCallback | None = None,
+) -> SnapKVEvictionResult:
+    """Prefill a prompt in chunks and evict its cache: SnapKV-D unless `config` says else.
+
+    Each layer's exact rows are let go as soon as its compact ones exist, so at most one
+    layer exists twice. A prompt of at most `min_tokens` tokens or rows is kept whole, in
+    stock caches.
+
+    Args:
+        model: an mlx-lm model.
+        prompt: T token ids, at least 1.
+        budget: what may stay; needed unless `config` is given, whose budget it replaces.
+        window, sink_tokens, recent_tokens, min_tokens, score_chunk_size: as in
+            `EvictionConfig`; not looked at when `config` is given.
+        prefill_step_size: tokens per chunk.
+        progress: called with (done, total) tokens.
+
+    Returns:
+        The result; its cache decodes on from position T (`true_offset`).
+
+    Raises:
+        PromptError, ConfigError, UnsupportedModelError.
+    """
+    if config is None:
+        config = EvictionConfig(
+            budget=Budget.parse(budget),  # type: ignore[arg-type]  # None is refused there
+            window=window,
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
+            min_tokens=min_tokens,
+            score_chunk_size=score_chunk_size,
+        )
+    elif budget is not None:
+        config = replace(config, budget=Budget.parse(budget))
+    return prefill_and_compact(
+        model,
+        checked_prompt(prompt),
+        make_prompt_cache(model),
+        config,
+        step=prefill_step_size,
+        progress=progress,
+    )
+
+
+def prefill_and_compact(
+    model: Any,
+    tokens: Sequence[int],
+    cache: list[Any],
+    config: EvictionConfig,
+    *,
+    step: int = 2048,
+    progress: ProgressCallback | None = None,
+    keep_exact: bool = False,
+) -> SnapKVEvictionResult:
+    """Append tokens to a cache (empty, exact or compact) and compact it to the budget.
+
+    Args:
+        tokens: token ids to append, at least 1.
+        cache: mlx-lm's cache list, filled by this call. Its evictable layers' rows are
+            let go one by one, unless `keep_exact`.
+        keep_exact: leave `cache` as it is after the prefill.
+
+    Raises:
+        ConfigError, UnsupportedModelError: before anything was computed.
+    """
+    policy = policy_of(config)
+    get_allocation(config.allocation)
+    layers = evictable_layers(model, cache)
+    length = len(tokens) + cache[layers[0]].offset
+    start = time.perf_counter()
+    whole = length <= config.min_tokens
+    seen = observed_prefill(
+        model,
+        tokens,
+        cache,
+        layers,
+        window=0 if whole else policy.observation_window,
+        policy=policy.name,
+        allow_capture=policy.scope == "model",
+        score_chunk_size=config.score_chunk_size,
+        step=step,
+        progress=progress,
+    )
+    prefill = time.perf_counter() - start
+    target = list(cache) if keep_exact else cache
+    result = compact_observed(model, target, layers, seen, config, policy)
+    return replace(result, times=replace(result.times, prefill=prefill))
+
+
+def evictable_layers(model: Any, cache: list[Any]) -> list[int]:
+    """Indices of the layers that eviction works on: plain full-attention KV caches.
+
+    Raises:
+        UnsupportedModelError: there is none.
+        CacheError: a layer is quantised or a batch.
+    """
+    require_evictable([layer for layer in cache if not is_compact(layer)])
+    layers = [i for i, c in enumerate(cache) if is_plain(c) or is_compact(c)]
+    if not layers:
+        kinds = sorted({type(layer).__name__ for layer in cache})
+        raise UnsupportedModelError(
+            f"model {model_name(model)!r} has no layer with a plain KV cache",
+            expected="at least one KVCache layer",
+            received=", ".join(kinds) or "no caches",
+            remedy="Run it with eviction off: there is nothing to evict.",
+        )
+    return layers
+
+
+def compact_observed(
+    model: Any,
+    cache: list[Any],
+    layers: list[int],
+    seen: Observation,
+    config: EvictionConfig,
+    policy: Policy,
+) -> SnapKVEvictionResult:
+    """Score, select and store, replacing the entries of `cache` layer by layer."""
+    before = cache_nbytes(cache)
+    rows = cache[layers[0]].size()
+    offset = cache[layers[0]].offset
+    for index in layers:
+        _require_offset(cache[index].offset, offset, index)
+        layer_rows(cache[index])
+    keep = config.budget.rows(
+        offset,
+        bytes_per_row=sum(bytes_per_row(cache[i]) for i in layers),
+        fixed_bytes=before - sum(live_nbytes(cache[i]) for i in layers),
+    )
+    if offset <= config.min_tokens or keep >= rows:
+        return _result(cache, Selection(offset, {}), before)
+    chooser = Chooser(config, policy, keep, len(layers), seen)
+    if policy.scope == "model":
+        return _compact_model(cache, layers, chooser, before, offset)
+    chosen, score_time, store_time = {}, 0.0, 0.0
+    for index in layers:
+        tic = time.perf_counter()
+        chosen[index] = chooser.layer(cache[index], index)
+        toc = time.perf_counter()
+        cache[index] = retained(cache[index], chosen[index])
+        score_time, store_time = score_time + toc - tic, store_time + time.perf_counter() - toc
+    times = CompactionTimes(score=score_time, compact=store_time)
+    return replace(_result(cache, Selection(offset, chosen), before), times=times)
+
+
+def _compact_model(
+    cache: list[Any], layers: list[int], chooser: Chooser, before: int, offset: int
+) -> SnapKVEvictionResult:
+    tic = time.perf_counter()
+    kept = chooser.model([cache[i] for i in layers], layers)
+    toc = time.perf_counter()
+    for index in layers:
+        cache[index] = retained(cache[index], kept)
+    times = CompactionTimes(score=toc - tic, compact=time.perf_counter() - toc)
+    selection = Selection(offset, dict.fromkeys(layers, kept))
+    return replace(_result(cache, selection, before), times=times)
+
+
+def cache_nbytes(cache: list[Any]) -> int:
+    """Bytes of the live rows of a cache list, measured on the arrays."""
+    return sum(live_nbytes(layer) for layer in cache)
+
+
+def _require_offset(offset: int, expected: int, index: int) -> None:
+    if offset != expected:
+        raise CacheError(
+            f"layer {index} is at another position",
+            expected=f"offset {expected}",
+            received=f"offset {offset}",
+        )
+
+
+def _result(cache: list[Any], selection: Selection, before: int) -> SnapKVEvictionResult:
+    counts = [count for index in selection.layers for count in cache[index].live_head_rows]
+    length = selection.source_length
+    retained_tokens = round(sum(counts) / len(counts)) if counts else length
+    return SnapKVEvictionResult(
+        cache=cache,
+        evicted=bool(counts) and min(counts) < length,
+        true_offset=length,
+        retained_tokens=retained_tokens,
+        original_tokens=length,
+        kv_layers=len(selection.layers),
+        compact_cache_nbytes=cache_nbytes(cache),
+        exact_cache_nbytes=before,
+    )
+
+
+def checked_prompt(prompt: Any) -> list[int]:
+    """A prompt as a list of T >= 1 token ids.
+
+    Raises:
+        PromptError: it is empty, nested, or holds something else than token ids.
+    """
+    expected = "a flat sequence of at least one token id"
+    try:
+        array = np.asarray(prompt)
+    except (TypeError, ValueError):
+        raise PromptError("unreadable prompt", expected=expected, received="nested lists") from None
+    if array.size == 0:
+        raise PromptError("empty prompt", expected=expected, received="no tokens")
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0:
+        received = f"{array.ndim} dimensions of {array.dtype}"
+        raise PromptError("unreadable prompt", expected=expected, received=received)
+    return array.tolist()

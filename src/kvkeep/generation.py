@@ -1,0 +1,187 @@
+"""Generate over a compact cache: prefill, compact, then mlx-lm's own stepping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from kvkeep.attention import ProgressCallback
+from kvkeep.compaction import checked_prompt, prefill_and_compact
+from kvkeep.errors import ConfigError
+from kvkeep.spec import Budget, EvictionConfig, SnapKVEvictionResult
+
+#: What the commands do unless told otherwise.
+RECOMMENDED = EvictionConfig(policy="snapkv", budget=Budget(0.25, "share"))
+
+
+@dataclass
+class GenerationResponse(MlxGenerationResponse):
+    """mlx-lm's response; `kv` says what became of the prompt's cache.
+
+    `prompt_tokens` counts the whole prompt and `prompt_tps` its prefill, as in mlx-lm.
+
+    Attributes:
+        kv: the compaction's figures (without the cache), or None where eviction is off.
+    """
+
+    kv: SnapKVEvictionResult | None = None
+
+
+def stream_generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    config: EvictionConfig | None = RECOMMENDED,
+    max_tokens: int = 256,
+    draft_model: Any = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: ProgressCallback | None = None,
+    **kwargs: Any,
+) -> Generator[GenerationResponse, None, None]:
+    """Like `mlx_lm.stream_generate`, over a cache compacted after the prefill.
+
+    All but the prompt's last token are prefilled and compacted; mlx-lm then steps from
+    the last token, so sampling, processors, stopping and speculation are its own.
+
+    Args:
+        prompt: text or T token ids.
+        config: what to evict; None runs exact.
+        draft_model: for speculative decoding; its own cache stays exact.
+        prompt_cache: caches to continue (exact or compact); updated in place.
+        kwargs: as in mlx-lm's `generate_step`.
+
+    Raises:
+        PromptError, ConfigError, UnsupportedModelError: before any token is generated.
+    """
+    if config is not None and kwargs.get("max_kv_size") is not None:
+        raise ConfigError(
+            "max_kv_size and eviction exclude each other",
+            expected="one of them",
+            received=f"max_kv_size={kwargs['max_kv_size']} and a {config.policy!r} config",
+            remedy="Use the budget (--kv-budget), or switch eviction off.",
+        )
+    if config is not None and kwargs.get("input_embeddings") is not None:
+        raise ConfigError(
+            "eviction does not take input embeddings", expected="token ids", received="embeddings"
+        )
+    wrapped = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+    tokens = checked_prompt(encode_prompt(wrapped, prompt))
+    step: dict[str, Any] = {"prefill_step_size": prefill_step_size, "max_tokens": max_tokens}
+    if config is None:
+        if prompt_cache is not None:
+            step["prompt_cache"] = prompt_cache
+        step["prompt_progress_callback"] = prompt_progress_callback
+        for response in mlx_lm.stream_generate(
+            model, wrapped, mx.array(tokens), draft_model=draft_model, **step, **kwargs
+        ):
+            yield GenerationResponse(**vars(response))
+        return
+    cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
+    ready = _prepare(
+        model, draft_model, tokens, cache, config, prefill_step_size, prompt_progress_callback
+    )
+    if processors := kwargs.get("logits_processors"):
+        kwargs["logits_processors"] = [_with_prefix(tokens[:-1], p) for p in processors]
+    # mlx-lm replaces entries of the list it gets (quantisation): the caller's must follow.
+    for response in mlx_lm.stream_generate(
+        model,
+        wrapped,
+        mx.array(tokens[-1:]),
+        draft_model=draft_model,
+        prompt_cache=ready.cache,
+        **step,
+        **kwargs,
+    ):
+        yield GenerationResponse(
+            **{
+                **vars(response),
+                "prompt_tokens": len(tokens),
+                "prompt_tps": len(tokens) / max(ready.seconds, 1e-9),
+                "kv": ready.kv,
+            }
+        )
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    *,
+    config: EvictionConfig | None = RECOMMENDED,
+    verbose: bool = False,
+    **kwargs: Any,
+) -> str:
+    """The whole answer of `stream_generate`; with `verbose` it is printed as it comes."""
+    text = ""
+    for response in stream_generate(model, tokenizer, prompt, config=config, **kwargs):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose:
+        print()
+    return text
+
+
+def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> Any:
+    """Token ids of a prompt, special tokens added where mlx-lm adds them."""
+    if not isinstance(prompt, str):
+        return prompt
+    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+    return tokenizer.encode(prompt, add_special_tokens=special)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    cache: list[Any]
+    kv: SnapKVEvictionResult | None
+    seconds: float
+
+
+def _prepare(
+    model: Any,
+    draft_model: Any,
+    tokens: list[int],
+    cache: list[Any],
+    config: EvictionConfig,
+    step: int,
+    progress: ProgressCallback | None,
+) -> _Ready:
+    """Prefill and compact all but the last token, on the stream that mlx-lm decodes on."""
+    start = time.perf_counter()
+    kv = None
+    with mx.stream(generation_stream):
+        if len(tokens) > 1:
+            done = prefill_and_compact(
+                model, tokens[:-1], cache, config, step=step, progress=progress
+            )
+            kv = replace(done, cache=[])
+        if draft_model is None:
+            return _Ready(cache, kv, time.perf_counter() - start)
+        draft = make_prompt_cache(draft_model)
+        for first in range(0, len(tokens) - 1, step):
+            chunk = mx.array(tokens[first : min(first + step, len(tokens) - 1)])
+            draft_model(chunk[None], cache=draft)
+            mx.eval([c.state for c in draft])
+    return _Ready(cache + draft, kv, time.perf_counter() - start)
+
+
+def _with_prefix(tokens: list[int], processor: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """A logits processor that sees the prompt, though mlx-lm steps from its last token."""
+    prefix = mx.array(tokens, mx.int32)
+
+    def process(context: mx.array, logits: mx.array) -> mx.array:
+        whole = mx.concatenate([prefix.astype(context.dtype), context])
+        return processor(whole, logits)
+
+    return process

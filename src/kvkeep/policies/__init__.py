@@ -1,0 +1,19 @@
+"""Which rows matter: pure scores, one policy a file."""
+
+from kvkeep.policies.base import Policy
+from kvkeep.policies.registry import POLICIES, get_policy, policy_of
+from kvkeep.policies.snapkv import SnapKV
+from kvkeep.policies.snapkv_d import SnapKVD
+from kvkeep.policies.window import pooled, window_attention, window_mass
+
+__all__ = [
+    "POLICIES",
+    "Policy",
+    "SnapKV",
+    "SnapKVD",
+    "get_policy",
+    "policy_of",
+    "pooled",
+    "window_attention",
+    "window_mass",
+]

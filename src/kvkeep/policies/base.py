@@ -1,0 +1,42 @@
+"""What a policy is: a name, what it needs, and a pure score."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Protocol
+
+import mlx.core as mx
+
+from kvkeep.spec import LayerView
+
+Need = Literal["queries", "keys", "values"]
+Scope = Literal["model", "head"]
+
+
+class Policy(Protocol):
+    """Scores the rows of a layer; frozen, and free of any state of a request.
+
+    Attributes:
+        name: what flags and requests call it.
+        needs: the parts of a `LayerView` that it reads; nothing else is computed for it.
+        scope: "head" scores stand for themselves; "model" scores are contributions that
+            are summed over all heads and layers into one set of rows.
+        summary: one line: formula, whether it knows the question, source.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[Need]]
+    scope: ClassVar[Scope]
+    summary: ClassVar[str]
+
+    @property
+    def observation_window(self) -> int:
+        """W, the last queries that must be observed (0: none)."""
+        ...
+
+    def default_recent(self, budget: int) -> int:
+        """Recent rows kept in a budget of so many rows where the caller names no number."""
+        ...
+
+    def score(self, view: LayerView) -> mx.array:
+        """Scores [H_kv, T] float32, finite, higher = keep."""
+        ...

@@ -1,0 +1,54 @@
+"""Policies by name. Adding one: its file, and its class in `POLICIES`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from kvkeep.errors import ConfigError
+from kvkeep.policies.base import Policy
+from kvkeep.policies.snapkv import SnapKV
+from kvkeep.policies.snapkv_d import SnapKVD
+from kvkeep.spec import EvictionConfig
+
+POLICIES: dict[str, type[Any]] = {cls.name: cls for cls in (SnapKVD, SnapKV)}
+
+# Settings of an EvictionConfig that are options of some policies.
+_OPTIONS = ("window", "pool_kernel", "pooling")
+
+
+def get_policy(name: str, **options: Any) -> Policy:
+    """The policy of that name; an option of None keeps the policy's default.
+
+    Raises:
+        ConfigError: the name or an option is unknown to it.
+    """
+    policy = POLICIES.get(name)
+    if policy is None:
+        near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.4)
+        raise ConfigError(
+            f"unknown eviction policy {name!r}",
+            expected=f"one of {', '.join(sorted(POLICIES))}",
+            received=name,
+            remedy=f"Did you mean {near[0]!r}?" if near else None,
+        )
+    known = {field.name for field in dataclasses.fields(policy)}
+    given = {key: value for key, value in options.items() if value is not None}
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(
+            f"policy {name!r} has no option {unknown[0]!r}",
+            expected=f"options {', '.join(sorted(known)) or '(none)'}",
+            received=f"{unknown[0]}={given[unknown[0]]!r}",
+            remedy="Leave it out, or choose a policy that has it.",
+        )
+    return policy(**given)
+
+
+def policy_of(config: EvictionConfig) -> Policy:
+    """The policy that a config names, with the options that it sets.
+
+    Raises:
+        ConfigError: the name or an option is unknown.
+    """
+    return get_policy(config.policy, **{name: getattr(config, name) for name in _OPTIONS})

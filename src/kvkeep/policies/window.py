@@ -1,0 +1,161 @@
+"""Softmax attention of the observation window over all keys, in bounded pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from kvkeep.errors import ConfigError
+from kvkeep.spec import LayerView
+
+# Bound of one float32 temporary. A handful are alive at once, so scoring stays under
+# 64 MB at T = 131,072 for 32 query heads, whatever the window.
+PIECE_BYTES = 8 * 2**20
+
+Reduce = Callable[[mx.array], mx.array]
+Bias = Callable[[int, int], mx.array]
+
+
+def window_attention(
+    queries: mx.array,
+    keys: mx.array,
+    scale: float,
+    reduce: Reduce,
+    *,
+    sinks: mx.array | None = None,
+    bias: Bias | None = None,
+) -> mx.array:
+    """Attention weights of the window's queries, reduced before they pile up.
+
+    The softmax is taken in float32 over all keys, also from float16 or bfloat16 rows:
+    scores that tie only by rounding would evict at random. Two passes over the keys
+    (normaliser, then weights) keep every temporary within `PIECE_BYTES`.
+
+    Args:
+        queries: [H_q, w, D], post-RoPE, of the last w rows.
+        keys: [H_kv, T, D].
+        scale: multiplies q.k.
+        reduce: maps weights [H_kv, G, w, t] of t keys to an array [..., t].
+        sinks: [H_q] logits that share the softmax and get no row, or None.
+        bias: replaces the causal mask: (start, stop) -> additive float32 array that
+            broadcasts to [H_kv, G, w, stop - start].
+
+    Returns:
+        The reduced pieces, joined along the last axis: [..., T] float32.
+    """
+    heads, width, dim = queries.shape
+    kv_heads, length, _ = keys.shape
+    grouped = queries.astype(mx.float32).reshape(kv_heads, heads // kv_heads, width, dim) * scale
+    flat = grouped.reshape(kv_heads, -1, dim)
+    causal = bias or _causal(length, width)
+
+    def logits(start: int, stop: int) -> mx.array:
+        piece = keys[:, start:stop].astype(mx.float32)
+        product = (flat @ piece.swapaxes(-1, -2)).reshape(*grouped.shape[:3], stop - start)
+        in_window = bias is not None or stop > length - width
+        return product + causal(start, stop) if in_window else product
+
+    step = max(min(PIECE_BYTES // (4 * heads * width), PIECE_BYTES // (4 * kv_heads * dim)), 64)
+    spans = [(start, min(start + step, length)) for start in range(0, length, step)]
+    total = None if sinks is None else sinks.astype(mx.float32).reshape(kv_heads, -1, 1, 1)
+    if len(spans) == 1:
+        scores = logits(0, length)
+        return reduce(mx.exp(scores - _logsumexp(scores, total)))
+    for span in spans:
+        total = _logsumexp(logits(*span), total)
+        mx.eval(total)
+    assert total is not None  # there is a span: T >= 1
+    pieces = []
+    for span in spans:
+        pieces.append(reduce(mx.exp(logits(*span) - total)))
+        mx.eval(pieces[-1])
+    return mx.concatenate(pieces, axis=-1)
+
+
+def window_mass(view: LayerView) -> mx.array:
+    """Attention that each key gets from each query head, summed over the window.
+
+    Returns:
+        [H_q, T] float32: the sum over the W queries of softmax(q k^T * scale), causal
+        inside the window.
+
+    Raises:
+        ConfigError: the view has no queries.
+    """
+    if view.queries is None:
+        raise ConfigError(
+            "no window queries for a policy that needs them",
+            expected="a LayerView with queries [H_q, W, D]",
+            received="None",
+        )
+    heads, width, _ = view.queries.shape
+    length = view.keys.shape[1]
+    mass = None
+    for start in range(0, width, view.score_chunk_size):
+        stop = min(start + view.score_chunk_size, width)
+        rows = view.queries[:, start:stop]
+        visible = length - (width - stop)  # keys after this chunk's last query are not seen
+        part = window_attention(
+            rows, view.keys[:, :visible], view.scale, _sum_window, sinks=view.sinks
+        ).reshape(heads, visible)
+        if visible < length:
+            part = mx.pad(part, [(0, 0), (0, length - visible)])
+        mass = part if mass is None else mass + part
+        mx.eval(mass)
+    assert mass is not None  # a window has at least one query
+    return mass
+
+
+def pooled(scores: mx.array, kernel: int, kind: str) -> mx.array:
+    """Sliding "avg" (zero padding, constant divisor) or "max" over positions, stride 1.
+
+    Args:
+        scores: [H, T] float32, non-negative.
+        kernel: odd width; 1 and "none" leave the scores as they are.
+
+    Returns:
+        [H, T] float32.
+    """
+    if kind == "none" or kernel == 1 or scores.shape[-1] == 0:
+        return scores
+    side = kernel // 2
+    padded = mx.pad(scores, [(0, 0), (side, side)])
+    if kind == "max":
+        return _sliding(padded, kernel, mx.maximum)
+    return _sliding(padded, kernel, mx.add) / kernel
+
+
+def _sliding(x: mx.array, kernel: int, op: Callable[[mx.array, mx.array], mx.array]) -> mx.array:
+    """Combine every run of `kernel` entries by doubling: log2(kernel) passes."""
+    length = x.shape[-1] - kernel + 1
+    result, offset, width, runs = None, 0, 1, x
+    while True:
+        if kernel & width:
+            piece = runs[..., offset : offset + length]
+            result = piece if result is None else op(result, piece)
+            offset += width
+        if 2 * width > kernel:
+            assert result is not None  # kernel has at least one bit
+            return result
+        runs = op(runs[..., :-width], runs[..., width:])
+        width *= 2
+
+
+def _causal(length: int, width: int) -> Bias:
+    first = length - width
+
+    def bias(start: int, stop: int) -> mx.array:
+        rows = mx.arange(first, length)[:, None]
+        return mx.where(mx.arange(start, stop)[None] <= rows, 0.0, -mx.inf)
+
+    return bias
+
+
+def _logsumexp(scores: mx.array, total: mx.array | None) -> mx.array:
+    piece = mx.logsumexp(scores, axis=-1, keepdims=True)
+    return piece if total is None else mx.logaddexp(total, piece)
+
+
+def _sum_window(weights: mx.array) -> mx.array:
+    return weights.sum(axis=2)
