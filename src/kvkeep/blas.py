@@ -1,8 +1,8 @@
 """A fast BLAS for mlx on Linux CPUs, loaded before mlx itself.
 
 The CPU wheel of mlx is linked to the reference BLAS, tens of times slower than the machine. Symbols
-in the process's global scope win over those a library brings along, so another `cblas_sgemm` that is
-put there *before* mlx is imported is the one mlx calls. Nothing happens on macOS and on GPU builds.
+in the process's global scope win over those a library brings along, so another `cblas_sgemm` put
+there *before* mlx is imported is the one mlx calls. Nothing happens on macOS and on GPU builds.
 
 `KVKEEP_BLAS` overrides the search: `off`, or the path (or soname) of a shared library.
 """
@@ -74,8 +74,8 @@ _state: Blas | None = None
 def load() -> Blas:
     """Load the best BLAS found into the global scope; later calls return the first one's result.
 
-    Says what it did once: at level info of the logger "kvkeep", as a warning of that logger where no
-    fast BLAS was found, and as a `RuntimeWarning` at the caller's import where mlx came first,
+    Says what it did once: at level info of the logger "kvkeep", as a warning of that logger where
+    no fast BLAS was found, and as a `RuntimeWarning` at the caller's import where mlx came first,
     because that one is mended in the caller's code.
 
     Raises:

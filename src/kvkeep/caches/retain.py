@@ -124,7 +124,7 @@ def _retained_again(layer: Any, kept: LayerSelection) -> PositionPreservingKVCac
     rows = []
     for head in range(heads):
         positions = held[head if len(held) > 1 else 0]
-        wanted = kept.heads[head if len(kept.heads) > 1 else 0]
+        wanted = kept.of_head(head)
         found = np.searchsorted(positions, wanted)
         inside = found < len(positions)
         if not (inside.all() and (positions[found] == wanted).all()):
@@ -135,7 +135,7 @@ def _retained_again(layer: Any, kept: LayerSelection) -> PositionPreservingKVCac
             )
         rows.append(found)
     index = np.stack(rows)
-    positions = kept.heads[0] if kept.shared else kept.heads
+    positions = kept.of_head(0) if kept.shared else kept.heads
     return PositionPreservingKVCache(
         gather_rows(layer.keys, index),
         gather_rows(layer.values, index),

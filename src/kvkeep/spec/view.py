@@ -60,6 +60,10 @@ class LayerSelection:
         """Whether one set serves all heads."""
         return len(self.heads) == 1
 
+    def of_head(self, head: int) -> np.ndarray:
+        """Kept positions [R_h] of one KV head."""
+        return self.heads[0 if self.shared else head]
+
     @property
     def counts(self) -> tuple[int, ...]:
         """Rows per head (one entry when shared)."""
