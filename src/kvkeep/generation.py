@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 from mlx_lm.generate import GenerationResponse as MlxGenerationResponse
-from mlx_lm.generate import generation_stream
+from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -160,7 +160,8 @@ def _prepare(
     """Prefill and compact all but the last token, on the stream that mlx-lm decodes on."""
     start = time.perf_counter()
     kv = None
-    with mx.stream(generation_stream):
+    # mlx-lm raises the wired limit only for what it runs itself.
+    with wired_limit(model, [generation_stream]), mx.stream(generation_stream):
         if len(tokens) > 1:
             done = prefill_and_compact(
                 model, tokens[:-1], cache, config, step=step, progress=progress
