@@ -185,6 +185,11 @@ def _marked() -> Iterator[None]:
         _inside.seam = before
 
 
+def any_open() -> bool:
+    """Whether a capture is open in any thread; else `seen_by_seam` would mark nothing."""
+    return bool(_active)
+
+
 def seen_by_seam() -> contextlib.AbstractContextManager[None]:
     """Marks attention calls that the seam handles, so that captures leave them out."""
     return _marked() if _active else contextlib.nullcontext()

@@ -75,10 +75,24 @@ def _dispatch(
     observer = observer_of(cache)
     if observer is not None:
         queries = observer.observe(queries, scale, mask, sinks)
-    with capture.seen_by_seam():
-        if getattr(cache, "owns_attention", False):
-            return cache.attend(_original, queries, keys, values, scale=scale, sinks=sinks)
-        return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if capture.any_open():
+        with capture.seen_by_seam():
+            return _attend(queries, keys, values, cache, scale, mask, sinks)
+    return _attend(queries, keys, values, cache, scale, mask, sinks)
+
+
+def _attend(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+) -> mx.array:
+    if getattr(cache, "owns_attention", False):
+        return cache.attend(_original, queries, keys, values, scale=scale, sinks=sinks)
+    return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
 on_seam_needed(install)

@@ -17,7 +17,7 @@ from kvkeep.errors import CacheError
 class CompactCache(MlxCache):
     """Rows at their true positions; subclasses say how the rows are stored.
 
-    Subclasses hold `keys` and `values` and implement `_gather` and `_live_nbytes`.
+    Subclasses hold `keys` and `values` and implement `_gather`, `nbytes` and `state`.
     """
 
     _ledger: PositionLedger
@@ -29,7 +29,8 @@ class CompactCache(MlxCache):
     @property
     def offset(self) -> int:
         """The next true position: what RoPE rotates by."""
-        return self._ledger.offset
+        ledger = self._ledger
+        return ledger.start + ledger.appended  # models ask several times per layer and token
 
     @property
     def positions(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
@@ -210,12 +211,22 @@ class CompactCache(MlxCache):
             )
         return cache
 
-    def _set_ledger_state(self, ledger: PositionLedger, protected: int, rows: int) -> None:
-        if ledger.rows != rows:
-            raise CacheError(
-                "cache state is inconsistent",
-                expected=f"{ledger.rows} rows, as the positions say",
-                received=f"{rows} rows of keys",
-            )
+    def _set_ledger_state(
+        self, ledger: PositionLedger, protected: int, rows: int, heads: int | None
+    ) -> None:
+        faults = (
+            (ledger.rows == rows, f"{ledger.rows} rows, as the positions say", f"{rows} rows"),
+            (
+                heads is None or len(ledger.kept) in (1, heads),
+                f"positions for 1 or {heads} heads",
+                f"{len(ledger.kept)} heads",
+            ),
+            (0 <= protected <= rows, f"0 to {rows} protected rows", str(protected)),
+        )
+        for good, expected, received in faults:
+            if not good:
+                raise CacheError("inconsistent cache state", expected=expected, received=received)
         self._ledger, self._protected = ledger, int(protected)
         self._speculation_rows = None
+        if self.owns_attention:
+            request_seam()

@@ -152,12 +152,21 @@ class BatchPositionPreservingKVCache(MlxCache):
         )
         return cls(keys, values, ledgers, end)
 
-    def extract(self, index: int) -> PositionPreservingKVCache:
-        """Request `index` as a cache of its own, with its positions and true offset."""
+    def extract(self, index: int) -> PositionPreservingKVCache | KVCache:
+        """Request `index` as a cache of its own, with its positions and true offset.
+
+        A request that lost no row comes back as a stock `KVCache`: it is an exact cache,
+        whatever it shared a batch with.
+        """
         self._settle()
+        index = range(len(self._ledgers))[index]
         ledger = self._ledgers[index].copy()
-        cache = PositionPreservingKVCache()
-        cache._ledger, cache._protected = ledger, ledger.kept_rows
+        if ledger.complete:
+            cache = KVCache()
+            cache.offset = ledger.offset
+        else:
+            cache = PositionPreservingKVCache()
+            cache._ledger, cache._protected = ledger, ledger.kept_rows
         if self.keys is not None:
             rows = slice(self._idx - ledger.rows, self._idx)
             cache.keys = mx.contiguous(self.keys[index : index + 1, :, rows])
@@ -168,7 +177,7 @@ class BatchPositionPreservingKVCache(MlxCache):
         """Keep only these requests, in this order; common dead rows go."""
         indices = [int(i) for i in batch_indices]
         self._settle()
-        self._ledgers = [self._ledgers[i] for i in indices]
+        self._ledgers = [self._ledgers[i].copy() for i in indices]
         rows = max((ledger.rows for ledger in self._ledgers), default=0)
         spare, self._idx = self._idx - rows, rows
         if self.keys is not None:
@@ -208,11 +217,15 @@ class BatchPositionPreservingKVCache(MlxCache):
             CacheError: left padding for a cache that holds rows.
         """
         if left_padding is not None and any(left_padding):
-            raise CacheError(
-                "left padding for a cache of compact requests",
-                expected="right_padding, or requests without padding",
-                received=f"left_padding={list(left_padding)}",
-            )
+            if self._idx:
+                raise CacheError(
+                    "left padding behind rows",
+                    expected="an empty cache, or right_padding",
+                    received=f"{self._idx} rows and left_padding={list(left_padding)}",
+                )
+            for ledger, count in zip(self._ledgers, left_padding, strict=True):
+                ledger.appended -= int(count)  # the next rows start with this many dead ones
+            self._relayout()
         if right_padding is not None and max(right_padding) > 0:
             self._right_padding = np.asarray(right_padding)
 
@@ -290,6 +303,15 @@ class BatchPositionPreservingKVCache(MlxCache):
     def state(self, v: Sequence[Any]) -> None:
         keys, values, end, tables = v
         ledgers = [PositionLedger.from_table(*entry) for entry in tables]
+        held = (len(ledgers), 0) if keys is None else (keys.shape[0], keys.shape[2])
+        if held != (len(ledgers), end) or any(ledger.rows > end for ledger in ledgers):
+            raise CacheError(
+                "inconsistent cache state",
+                expected=f"{len(ledgers)} requests in {end} rows",
+                received=f"{held[0]} in {held[1]}, of {[ledger.rows for ledger in ledgers]}",
+            )
+        # `[...]`: MLX writes rows into the array object itself, which the caller may hold.
+        keys, values = (None, None) if keys is None else (keys[...], values[...])
         self.__init__(keys, values, ledgers, int(end))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkeep.caches.base import CompactCache
 from kvkeep.caches.ledger import PositionLedger
-from kvkeep.caches.rows import gather_rows, with_room
+from kvkeep.caches.rows import gather_rows, require_single, with_room
 from kvkeep.errors import CacheError
 from kvkeep.spec import LayerSelection
 
@@ -49,8 +49,7 @@ class PositionPreservingKVCache(CompactCache):
         positions: Positions | None = None,
     ) -> None:
         rows = _checked_rows(keys, values)
-        self.keys: Any = keys
-        self.values: Any = values
+        self._own(keys, values)
         self._ledger = _ledger_of(positions, int(offset), rows, keys)
         protected = rows if protected_stored is None else int(protected_stored)
         if not 0 <= protected <= rows:
@@ -61,6 +60,11 @@ class PositionPreservingKVCache(CompactCache):
             )
         self._protected = protected
         self._speculation_rows = None
+
+    def _own(self, keys: mx.array | None, values: mx.array | None) -> None:
+        """Take arrays without sharing them: MLX writes rows into the array object itself."""
+        self.keys: Any = None if keys is None else keys[...]
+        self.values: Any = None if values is None else values[...]
 
     @classmethod
     def from_selection(
@@ -90,13 +94,16 @@ class PositionPreservingKVCache(CompactCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append n tokens' rows ([1, H_kv, n, D]) and return all live rows."""
-        used = self._ledger.rows
-        end = used + keys.shape[2]
+        if self.keys is None:
+            require_single(keys)
+        ledger, count = self._ledger, keys.shape[2]
+        used = ledger.rows
+        end = used + count
         self.keys = with_room(self.keys, used, keys)
         self.values = with_room(self.values, used, values)
         self.keys[..., used:end, :] = keys
         self.values[..., used:end, :] = values
-        self._ledger.appended += keys.shape[2]
+        ledger.appended += count
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -148,27 +155,23 @@ class PositionPreservingKVCache(CompactCache):
             raise CacheError("unreadable cache state", expected="6 parts", received=len(v))
         keys, values, table, start, appended, protected = v
         rows = _checked_rows(keys, values)
-        self._set_ledger_state(PositionLedger.from_table(table, start, appended), protected, rows)
-        self.keys, self.values = keys, values
+        ledger = PositionLedger.from_table(table, start, appended)
+        self._set_ledger_state(ledger, protected, rows, None if keys is None else keys.shape[1])
+        self._own(keys, values)
 
 
 def _checked_rows(keys: mx.array | None, values: mx.array | None) -> int:
     """R, after checking that keys and values are [B, H_kv, R, D] of the same rows."""
     if keys is None and values is None:
         return 0
-    if keys is None or values is None or keys.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+    fit = keys is not None and values is not None and keys.ndim == values.ndim == 4
+    if keys is None or values is None or not fit or keys.shape[:3] != values.shape[:3]:
         raise CacheError(
             "keys and values do not fit each other",
             expected="two arrays [1, H_kv, R, D] with the same first three sizes",
             received=f"{getattr(keys, 'shape', None)} and {getattr(values, 'shape', None)}",
         )
-    if keys.shape[0] != 1:
-        raise CacheError(
-            "a batch where one request is meant",
-            expected="keys [1, H_kv, R, D]",
-            received=f"batch {keys.shape[0]}",
-            remedy="Build one cache per request and merge() them.",
-        )
+    require_single(keys)
     return keys.shape[2]
 
 

@@ -19,6 +19,7 @@ class PositionLedger:
 
     Attributes:
         kept: one ascending int32 array [R] shared by all heads, or H_kv arrays [R_h].
+        even: whether no head has dead rows, so that no mask is needed.
         start: position of the first appended row; every kept position is below it.
         appended: rows appended since.
 
@@ -27,7 +28,7 @@ class PositionLedger:
         CacheError: a kept position is not below `start`.
     """
 
-    __slots__ = ("_table", "appended", "kept", "kept_rows", "start")
+    __slots__ = ("_table", "appended", "even", "kept", "kept_rows", "start")
 
     def __init__(self, kept: Sequence[np.ndarray], start: int, appended: int = 0) -> None:
         self.kept = tuple(checked_positions(head) for head in kept)
@@ -41,6 +42,7 @@ class PositionLedger:
                 received=last,
             )
         self.kept_rows = max(len(head) for head in self.kept)
+        self.even = all(len(head) == self.kept_rows for head in self.kept)
         self.start = start
         self.appended = appended
         self._table: mx.array | None = None
@@ -66,9 +68,9 @@ class PositionLedger:
         return tuple(self.kept_rows - len(head) for head in self.kept)
 
     @property
-    def even(self) -> bool:
-        """Whether no head has dead rows, so that no mask is needed."""
-        return all(len(head) == self.kept_rows for head in self.kept)
+    def complete(self) -> bool:
+        """Whether every position below the offset has its row, in every head."""
+        return self.even and self.kept_rows == self.start
 
     @property
     def live_head_rows(self) -> tuple[int, ...]:
@@ -115,7 +117,15 @@ class PositionLedger:
                 expected="a table [heads, rows]",
                 received=f"shape {tuple(rows.shape)}",
             )
-        return cls([row[row >= 0] for row in rows], int(start), int(appended))
+        kept = [row[row >= 0] for row in rows]
+        for row, head in zip(rows, kept, strict=True):
+            if len(head) and not np.array_equal(row[-len(head) :], head):
+                raise CacheError(
+                    "unreadable positions in a cache state",
+                    expected="-1 in front of a head's positions only",
+                    received=str(row.tolist()[:8]),
+                )
+        return cls(kept, int(start), int(appended))
 
     def copy(self) -> PositionLedger:
         """An independent ledger; the kept arrays are never written to and stay shared."""
@@ -152,9 +162,11 @@ class PositionLedger:
                 np.clip(target - (kept_rows - count), 0, None) + pad
                 for count, pad in zip(counts, self.pads, strict=True)
             ]
-            gather = np.stack(source)
+            # A head without live rows has none behind its padding to repeat.
+            gather = np.minimum(np.stack(source), self.kept_rows - 1)
         self.kept = tuple(head[:c] for head, c in zip(self.kept, counts, strict=True))
         self.kept_rows, self.start, self.appended, self._table = kept_rows, start, 0, None
+        self.even = len(set(counts)) == 1
         return gather
 
 

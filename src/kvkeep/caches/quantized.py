@@ -10,7 +10,7 @@ import numpy as np
 
 from kvkeep.caches.base import CompactCache
 from kvkeep.caches.ledger import PositionLedger
-from kvkeep.caches.rows import gather_rows, with_room
+from kvkeep.caches.rows import gather_rows, require_single, with_room
 from kvkeep.errors import CacheError
 
 Quantized = tuple[mx.array, mx.array, mx.array]  # packed uint32, scales, biases
@@ -61,6 +61,7 @@ class PositionPreservingQuantizedKVCache(CompactCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
         """Quantise and append n tokens' rows ([1, H_kv, n, D]); return all live rows."""
+        require_single(keys)
         used = self._ledger.rows
         self.keys = _append(self.keys, used, self._pack(keys))
         self.values = _append(self.values, used, self._pack(values))
@@ -109,10 +110,12 @@ class PositionPreservingQuantizedKVCache(CompactCache):
         if len(v) != 8:
             raise CacheError("unreadable cache state", expected="8 parts", received=len(v))
         keys, values, table, start, appended, protected, group_size, bits = v
-        rows = 0 if keys is None else keys[0].shape[2]
-        self._set_ledger_state(PositionLedger.from_table(table, start, appended), protected, rows)
-        self.keys = None if keys is None else tuple(keys)
-        self.values = None if values is None else tuple(values)
+        heads, rows = (None, 0) if keys is None else keys[0].shape[1:3]
+        ledger = PositionLedger.from_table(table, start, appended)
+        self._set_ledger_state(ledger, protected, rows, heads)
+        # `[...]`: MLX writes rows into the array object itself, which the caller may hold.
+        self.keys = None if keys is None else _each(keys, lambda part: part[...])
+        self.values = None if values is None else _each(values, lambda part: part[...])
         self.group_size, self.bits = int(group_size), int(bits)
 
 

@@ -19,22 +19,38 @@ def with_room(buffer: mx.array | None, used: int, new: mx.array) -> mx.array:
         new: [B, H_kv, n, D], rows about to be written.
 
     Raises:
-        CacheError: batch or head count of `new` differs from the buffer's.
+        CacheError: batch, head count or head size of `new` differs from the buffer's.
     """
-    if buffer is not None and buffer.shape[:2] != new.shape[:2]:
-        raise CacheError(
-            "new rows do not fit the cache",
-            expected=f"batch and KV heads {tuple(buffer.shape[:2])}",
-            received=f"{tuple(new.shape[:2])}",
-        )
-    count = new.shape[2]
-    if buffer is not None and used + count <= buffer.shape[2]:
-        return buffer
-    batch, heads, _, dim = new.shape
+    batch, heads, count, dim = new.shape
+    if buffer is not None:
+        held = buffer.shape  # mlx builds a new tuple at each call: a cost per layer and token
+        if held[0] != batch or held[1] != heads or held[3] != dim:
+            raise CacheError(
+                "new rows do not fit the cache",
+                expected=f"[{held[0]}, {held[1]}, n, {held[3]}]",
+                received=f"{[batch, heads, count, dim]}",
+            )
+        if used + count <= held[2]:
+            return buffer
     room = mx.zeros((batch, heads, -(-count // STEP) * STEP, dim), new.dtype)
     if buffer is None:
         return room
     return mx.concatenate([buffer[..., :used, :], room], axis=2)
+
+
+def require_single(rows: mx.array) -> None:
+    """Refuse rows [B, H_kv, n, D] of more than one request.
+
+    Raises:
+        CacheError: B is not 1.
+    """
+    if rows.shape[0] != 1:
+        raise CacheError(
+            "a batch where one request is meant",
+            expected="rows [1, H_kv, R, D]",
+            received=f"batch {rows.shape[0]}",
+            remedy="Build one cache per request and merge() them.",
+        )
 
 
 def gather_rows(buffer: mx.array, rows: np.ndarray) -> mx.array:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import mlx.core as mx
 
-from kvkeep.spec import LayerView
+from kvkeep.spec import EvictionConfig, LayerView
 
 Need = Literal["queries", "keys", "values"]
 Scope = Literal["model", "head"]
@@ -40,3 +40,12 @@ class Policy(Protocol):
     def score(self, view: LayerView) -> mx.array:
         """Scores [H_kv, T] float32, finite, higher = keep."""
         ...
+
+
+def check_options(**options: Any) -> None:
+    """Hold a policy's options to the ranges that an `EvictionConfig` gives those names.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+    EvictionConfig.parse(options)

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope
-from kvkeep.policies.window import pooled, window_mass
+from kvkeep.policies.base import Need, Scope, check_options
+from kvkeep.policies.window import PIECE_BYTES, pooled, window_mass
 from kvkeep.spec import LayerView
 
 
@@ -29,6 +29,9 @@ class SnapKV:
         window: W, the last prompt queries that score.
         pool_kernel: odd width of the pooling, in positions.
         pooling: "avg" (zero padding, constant divisor), "max" or "none".
+
+    Raises:
+        ConfigError: an option is out of range.
     """
 
     window: int = 8
@@ -39,6 +42,9 @@ class SnapKV:
     needs: ClassVar[frozenset[Need]] = frozenset({"queries", "keys"})
     scope: ClassVar[Scope] = "head"
     summary: ClassVar[str] = "attention of the last W queries per KV head, pooled over positions"
+
+    def __post_init__(self) -> None:
+        check_options(window=self.window, pool_kernel=self.pool_kernel, pooling=self.pooling)
 
     @property
     def observation_window(self) -> int:
@@ -53,9 +59,19 @@ class SnapKV:
         """[H_kv, T] float32; window rows hold the layer's maximum + 1."""
         kv_heads, length, _ = view.keys.shape
         mass = window_mass(view)
+        group = len(mass) // kv_heads
         width = view.queries.shape[1]  # type: ignore[union-attr]  # window_mass refused None
-        prefix = mass[:, : length - width] / width
-        prefix = pooled(prefix, self.pool_kernel, self.pooling)
-        prefix = prefix.reshape(kv_heads, -1, length - width).mean(axis=1)
-        top = prefix.max() + 1 if length > width else mx.array(1.0)
-        return mx.concatenate([prefix, mx.broadcast_to(top, (kv_heads, width))], axis=1)
+        prefix = length - width
+        if prefix == 0:
+            return mx.ones((kv_heads, length))
+        # A few heads at once: pooling a whole layer takes several arrays of its size.
+        heads = max(PIECE_BYTES // (4 * group * length), 1)
+        blocks = []
+        for first in range(0, len(mass), heads * group):
+            block = mass[first : first + heads * group, :prefix] / width
+            block = pooled(block, self.pool_kernel, self.pooling)
+            blocks.append(block.reshape(-1, group, prefix).mean(axis=1))
+            mx.eval(blocks[-1])
+        scores = mx.concatenate(blocks, axis=0)
+        window = mx.broadcast_to(scores.max() + 1, (kv_heads, width))
+        return mx.concatenate([scores, window], axis=1)

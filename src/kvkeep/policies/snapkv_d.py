@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope
+from kvkeep.policies.base import Need, Scope, check_options
 from kvkeep.policies.window import window_mass
 from kvkeep.spec import LayerView
 
@@ -20,6 +20,9 @@ class SnapKVD:
 
     Attributes:
         window: W, the last prompt queries that score.
+
+    Raises:
+        ConfigError: the window is below 1.
     """
 
     window: int = 24
@@ -28,6 +31,9 @@ class SnapKVD:
     needs: ClassVar[frozenset[Need]] = frozenset({"queries", "keys"})
     scope: ClassVar[Scope] = "model"
     summary: ClassVar[str] = "attention of the last W queries, summed over heads and layers"
+
+    def __post_init__(self) -> None:
+        check_options(window=self.window)
 
     @property
     def observation_window(self) -> int:

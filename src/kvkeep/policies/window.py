@@ -81,7 +81,7 @@ def window_mass(view: LayerView) -> mx.array:
         inside the window.
 
     Raises:
-        ConfigError: the view has no queries.
+        ConfigError: the view has no queries, or more of them than keys.
     """
     if view.queries is None:
         raise ConfigError(
@@ -91,6 +91,12 @@ def window_mass(view: LayerView) -> mx.array:
         )
     heads, width, _ = view.queries.shape
     length = view.keys.shape[1]
+    if not 0 < width <= length:
+        raise ConfigError(
+            "window queries do not fit the keys",
+            expected=f"between 1 and {length} queries, those of the last positions",
+            received=f"{width}",
+        )
     mass = None
     for start in range(0, width, view.score_chunk_size):
         stop = min(start + view.score_chunk_size, width)
@@ -103,7 +109,7 @@ def window_mass(view: LayerView) -> mx.array:
             part = mx.pad(part, [(0, 0), (0, length - visible)])
         mass = part if mass is None else mass + part
         mx.eval(mass)
-    assert mass is not None  # a window has at least one query
+    assert mass is not None  # there is a query
     return mass
 
 
@@ -113,6 +119,7 @@ def pooled(scores: mx.array, kernel: int, kind: str) -> mx.array:
     Args:
         scores: [H, T] float32, non-negative.
         kernel: odd width; 1 and "none" leave the scores as they are.
+        kind: "avg", "max" or "none".
 
     Returns:
         [H, T] float32.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral, Real
+from typing import Literal, get_args
 
 from kvkeep.errors import BudgetError
 
@@ -20,7 +21,8 @@ _BYTE_UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
-_TEXT = re.compile(r"^\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>%|[A-Za-z]+)?\s*$")
+_TEXT = re.compile(r"^\s*(?P<number>\d{1,18}(?:\.\d{1,18})?)\s*(?P<unit>%|[A-Za-z]+)?\s*$")
+_LIMIT = 2**63  # beyond any memory; larger integers do not even fit a float
 _EXPECTED = 'rows (2048), a share of the prompt ("25%" or 0.25) or bytes ("512MB")'
 
 
@@ -41,8 +43,11 @@ class Budget:
     unit: BudgetUnit = "rows"
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.amount):
-            raise BudgetError("budget is not finite", expected=_EXPECTED, received=self.amount)
+        if self.unit not in get_args(BudgetUnit):
+            raise BudgetError("unknown budget unit", expected=_EXPECTED, received=self.unit)
+        if not abs(self.amount) < _LIMIT:  # NaN compares false
+            shown = f"{self.amount:.6g}" if isinstance(self.amount, float) else "2**63 or more"
+            raise BudgetError("budget is not finite", expected=_EXPECTED, received=shown)
         if self.unit == "share":
             if not 0 < self.amount <= 1:
                 raise BudgetError(
@@ -71,10 +76,10 @@ class Budget:
             return value
         if isinstance(value, bool) or value is None:
             raise BudgetError("unreadable budget", expected=_EXPECTED, received=repr(value))
-        if isinstance(value, int):
-            return cls(value, "rows")
-        if isinstance(value, float):
-            return cls(value, "share")
+        if isinstance(value, Integral):  # NumPy's as well
+            return cls(int(value), "rows")
+        if isinstance(value, Real):
+            return cls(float(value), "share")
         if isinstance(value, str):
             return cls._parse_text(value)
         raise BudgetError("unreadable budget", expected=_EXPECTED, received=repr(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,18 +105,20 @@ class EvictionConfig:
 def parse_ranges(value: object) -> tuple[tuple[int, int], ...]:
     """Read protected ranges: pairs [start, stop), or text such as `"0:512,900:910"`.
 
+    Texts of one range each, as a repeated flag gives them, may stand for pairs.
+
     Raises:
         ConfigError: a range is unreadable, negative or empty.
     """
     expected = 'ranges start:stop with 0 <= start < stop, such as "0:512,900:910"'
     if isinstance(value, str):
-        value = [part.split(":") for part in value.split(",") if part.strip()]
+        value = [part for part in value.split(",") if part.strip()]
     if not isinstance(value, Sequence):
         raise ConfigError("unreadable protect ranges", expected=expected, received=repr(value))
     ranges = []
     for pair in value:
         try:
-            start, stop = (int(end) for end in pair)
+            start, stop = _texts(pair) if isinstance(pair, str) else map(operator.index, pair)
         except (TypeError, ValueError):
             raise ConfigError(
                 "unreadable protect range", expected=expected, received=repr(pair)
@@ -123,6 +126,11 @@ def parse_ranges(value: object) -> tuple[tuple[int, int], ...]:
         _require(0 <= start < stop, "protect", expected, f"{start}:{stop}")
         ranges.append((start, stop))
     return tuple(sorted(ranges))
+
+
+def _texts(pair: str) -> tuple[int, int]:
+    start, stop = pair.split(":")
+    return int(start), int(stop)
 
 
 def _require(holds: bool, name: str, expected: str, received: object) -> None:

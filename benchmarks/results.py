@@ -1,0 +1,166 @@
+"""What a benchmark found, and how it is shown and written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.table import Table
+from timing import Spread
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a ratio (or a figure without a baseline) should reach."""
+
+    sense: Literal["at least", "at most"]
+    limit: float
+
+    def met(self, value: float) -> bool:
+        """Whether `value` reaches it."""
+        return value >= self.limit if self.sense == "at least" else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.sense == 'at least' else '<='} {self.limit:g}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures of one contender, mostly against those of another.
+
+    Attributes:
+        case: the setting.
+        subject: what is judged.
+        values: its figures, one per round.
+        unit: of the figures.
+        baseline: what it is held against, or None.
+        baseline_values: its figures, from the same rounds.
+        ratio: "baseline / subject" (how much faster the subject is), or
+            "subject / baseline" (how much more it takes).
+        target: on the median ratio, on the median figure without a baseline; None where
+            the figure is only told.
+        note: a few words for the reader.
+    """
+
+    case: str
+    subject: str
+    values: Sequence[float]
+    unit: str
+    baseline: str | None = None
+    baseline_values: Sequence[float] = ()
+    ratio: Literal["baseline / subject", "subject / baseline"] = "baseline / subject"
+    target: Target | None = None
+    note: str = ""
+
+    @property
+    def ratios(self) -> list[float]:
+        """One ratio per round."""
+        pairs = zip(self.values, self.baseline_values, strict=self.baseline is not None)
+        if self.ratio == "baseline / subject":
+            return [base / value for value, base in pairs]
+        return [value / base for value, base in pairs]
+
+    @property
+    def judged(self) -> Spread:
+        """The spread that the target is about."""
+        return Spread.of(self.values if self.baseline is None else self.ratios)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median reaches the target; None without one."""
+        return None if self.target is None else self.target.met(self.judged.median)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, every figure included."""
+        spreads = {"subject": asdict(Spread.of(self.values)), "judged": asdict(self.judged)}
+        if self.baseline is not None:
+            spreads["baseline"] = asdict(Spread.of(self.baseline_values))
+        target = None if self.target is None else str(self.target)
+        return {**asdict(self), "target": target, "met": self.met, "spreads": spreads}
+
+
+HEADERS = ("case", "subject", "against", "ratio (min - max)", "median 95 %", "target", "met")
+
+
+def cells(result: Result) -> tuple[str, ...]:
+    """One row of the table, in the order of `HEADERS`."""
+    base, ratio, sure = "", "", ""
+    if result.baseline is not None:
+        base = f"{result.baseline}: {_figures(result.baseline_values, result.unit)}"
+        judged = result.judged
+        ratio = f"{judged.median:.3f} ({judged.low:.3f} - {judged.high:.3f})"
+        sure = f"{judged.median_low:.3f} - {judged.median_high:.3f}"
+    return (
+        result.case,
+        f"{result.subject}: {_figures(result.values, result.unit)}",
+        base,
+        ratio,
+        sure,
+        "" if result.target is None else str(result.target),
+        {None: "", True: "yes", False: "NO"}[result.met],
+    )
+
+
+def table(title: str, results: Iterable[Result]) -> Table:
+    """A table for the terminal."""
+    shown = Table(*HEADERS, title=title, title_justify="left")
+    for result in results:
+        shown.add_row(*cells(result))
+    return shown
+
+
+def markdown(title: str, results: Iterable[Result]) -> str:
+    """The same table in Markdown."""
+    rows = [HEADERS, tuple("---" for _ in HEADERS), *(cells(result) for result in results)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    notes = dict.fromkeys(result.note for result in results if result.note)
+    return "\n".join([f"## {title}", "", *lines, *(f"\n{note}" for note in notes), ""])
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on; no names or paths."""
+    from kvkeep import blas
+
+    used = blas.load()
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "mlx": version("mlx"),
+        "mlx-lm": version("mlx-lm"),
+        "blas": f"{used.name} ({used.status})",
+    }
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file under a temporary name and move it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_all(out: Path, report: dict[str, Any], tables: Sequence[str]) -> tuple[Path, Path]:
+    """Write OUT.json (every figure) and OUT.md (the tables); returns both paths."""
+    data, text = out.with_suffix(".json"), out.with_suffix(".md")
+    write(data, json.dumps(report, indent=1) + "\n")
+    about = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
+    write(text, "\n".join(["# Benchmarks", "", about, "", *tables]))
+    return data, text
+
+
+def _figures(values: Sequence[float], unit: str) -> str:
+    spread = Spread.of(values)
+    return f"{spread.median:.4g} {unit} ({spread.low:.4g} - {spread.high:.4g})"
