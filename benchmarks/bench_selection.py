@@ -34,10 +34,9 @@ def plain_sort(scores: list[float], budget: int, ranked: Callable[[range], list[
     return tuple(sorted([*range(sinks), *best, *last]))
 
 
-def contenders(length: int, budget: int) -> dict[str, Contender]:
+def contenders(array: np.ndarray, scores: list[float], budget: int) -> dict[str, Contender]:
     """Every way to choose, over the same scores; the sorts get the list, which is faster there."""
-    array = np.random.default_rng(0).random(length, dtype=np.float32)
-    scores: list[float] = array.tolist()
+    length = len(array)
 
     def by_pair(others: range) -> list[int]:
         return sorted(others, key=lambda position: (scores[position], position))
@@ -53,9 +52,8 @@ def contenders(length: int, budget: int) -> dict[str, Contender]:
     }
 
 
-def measure(length: int, budget: int, rounds: int) -> dict[str, list[float]]:
+def measure(choose: dict[str, Contender], budget: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per run and contender, one run each per round."""
-    choose = contenders(length, budget)
     seconds: dict[str, list[float]] = {name: [] for name in choose}
     for round_number in range(rounds + 1):
         kept = {}
@@ -67,7 +65,7 @@ def measure(length: int, budget: int, rounds: int) -> dict[str, list[float]]:
                 seconds[name].append(elapsed)
         different = [name for name in kept if kept[name] != kept[BASE]]
         if different or len(kept[BASE]) != budget:
-            sys.exit(f"{length} scores, budget {budget}: other rows than the sort: {different}")
+            sys.exit(f"budget {budget}: other rows than the sort: {different}")
     return seconds
 
 
@@ -97,8 +95,11 @@ def main() -> None:
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     print(f"Python {platform.python_version()}, NumPy {np.__version__}, {platform.machine()}")
+    array = np.random.default_rng(0).random(options.scores, dtype=np.float32)
+    scores: list[float] = array.tolist()
     for budget in options.budget:
-        report(options.scores, budget, measure(options.scores, budget, options.rounds))
+        seconds = measure(contenders(array, scores, budget), budget, options.rounds)
+        report(options.scores, budget, seconds)
 
 
 if __name__ == "__main__":

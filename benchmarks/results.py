@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -86,42 +86,53 @@ class Result:
         return {**asdict(self), "target": target, "met": self.met, "spreads": spreads}
 
 
-HEADERS = ("case", "subject", "against", "ratio (min - max)", "median 95 %", "target", "met")
+HEADERS = ("subject", "median (min - max)", "against", "ratio (min - max)", "95 %", "target")
 
 
 def cells(result: Result) -> tuple[str, ...]:
     """One row of the table, in the order of `HEADERS`."""
     base, ratio, sure = "", "", ""
     if result.baseline is not None:
-        base = f"{result.baseline}: {_figures(result.baseline_values, result.unit)}"
         judged = result.judged
+        base = f"{result.baseline}: {_figures(result.baseline_values, result.unit)}"
         ratio = f"{judged.median:.3f} ({judged.low:.3f} - {judged.high:.3f})"
         sure = f"{judged.median_low:.3f} - {judged.median_high:.3f}"
-    return (
-        result.case,
-        f"{result.subject}: {_figures(result.values, result.unit)}",
-        base,
-        ratio,
-        sure,
-        "" if result.target is None else str(result.target),
-        {None: "", True: "yes", False: "NO"}[result.met],
-    )
+    target = "" if result.target is None else f"{result.target} {'met' if result.met else 'MISSED'}"
+    return result.subject, _figures(result.values, result.unit), base, ratio, sure, target
 
 
-def table(title: str, results: Iterable[Result]) -> Table:
-    """A table for the terminal."""
-    shown = Table(*HEADERS, title=title, title_justify="left")
+def by_case(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The results of each setting, in the order they came."""
+    cases: dict[str, list[Result]] = {}
     for result in results:
-        shown.add_row(*cells(result))
+        cases.setdefault(result.case, []).append(result)
+    return cases
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """What the results have to say in words, each once."""
+    return list(dict.fromkeys(result.note for result in results if result.note))
+
+
+def tables(results: Sequence[Result]) -> list[Table]:
+    """One table per setting for the terminal."""
+    shown = []
+    for case, rows in by_case(results).items():
+        shown.append(Table(*HEADERS, title=case, title_justify="left"))
+        for result in rows:
+            shown[-1].add_row(*cells(result))
     return shown
 
 
-def markdown(title: str, results: Iterable[Result]) -> str:
-    """The same table in Markdown."""
-    rows = [HEADERS, tuple("---" for _ in HEADERS), *(cells(result) for result in results)]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    notes = dict.fromkeys(result.note for result in results if result.note)
-    return "\n".join([f"## {title}", "", *lines, *(f"\n{note}" for note in notes), ""])
+def markdown(title: str, results: Sequence[Result]) -> str:
+    """The same tables in Markdown."""
+    lines = [f"## {title}", ""]
+    for case, found in by_case(results).items():
+        rows = [HEADERS, tuple("---" for _ in HEADERS), *map(cells, found)]
+        lines += [f"### {case}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
+    for note in notes(results):
+        lines += [note, ""]
+    return "\n".join(lines)
 
 
 def machine() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ class Spread:
         ordered = sorted(values)
         count = len(ordered)
         margin = 1.96 * math.sqrt(count) / 2
-        first = max(math.floor(count / 2 - margin), 0)
+        first = max(math.floor(count / 2 - margin) - 1, 0)
         last = min(math.ceil(count / 2 + margin), count - 1)
         return cls(
             statistics.median(ordered), ordered[0], ordered[-1], ordered[first], ordered[last]
@@ -47,10 +48,11 @@ class Spread:
 def interleaved(
     contenders: Mapping[str, Callable[[], T]], rounds: int, warmup: int = 1
 ) -> dict[str, list[T]]:
-    """Run every contender once per round, in alternating order.
+    """Run every contender once per round, in an order drawn anew each round.
 
-    A contender does one run and returns its figure, so that it can leave its preparation
-    out. The garbage collector is off meanwhile, as in `timeit`.
+    So neither a drift nor what one run leaves in the processor's caches favours anyone. A
+    contender does one run and returns its figure, which leaves its preparation out. The
+    garbage collector is off meanwhile, as in `timeit`.
 
     Args:
         rounds: figures per contender.
@@ -60,17 +62,17 @@ def interleaved(
         The figures by contender; the i-th of each come from the same round.
     """
     figures: dict[str, list[T]] = {name: [] for name in contenders}
-    order = list(contenders)
+    order, draw = list(contenders), random.Random(0)
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         for number in range(-warmup, rounds):
+            draw.shuffle(order)
             for name in order:
                 figure = contenders[name]()
                 if number >= 0:
                     figures[name].append(figure)
-            order.reverse()  # A B, B A: a drift, or what a run leaves in the caches, cancels
     finally:
         if collecting:
             gc.enable()

@@ -1,7 +1,7 @@
-"""An independent reading of llama GGUF files, in NumPy: parser, block formats, forward pass, writer.
+"""An independent reading of llama GGUF files in NumPy: parser, block formats, forward, writer.
 
-Nothing here is shared with the package or with mlx: tests compare the two. Layouts follow the GGUF and
-GGML format descriptions; the forward rotates neighbouring pairs, as GGUF orders the rows of Q and K.
+Nothing here is shared with the package or with mlx: tests compare the two. Layouts follow the GGUF
+and GGML format descriptions; the forward rotates neighbouring pairs: GGUF's order of Q and K.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ import numpy as np
 
 F32, F16, Q4_1, Q8_0 = 0, 1, 3, 8
 _BLOCK = {F32: (1, 4), F16: (1, 2), Q4_1: (32, 20), Q8_0: (32, 34)}  # elements, bytes
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32
 
@@ -167,7 +179,9 @@ def _packed_value(value: Any) -> bytes:
     if isinstance(value, int):
         return struct.pack("<II", 4, value)
     if isinstance(value[0], str):
-        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_packed_string, value))
+        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(
+            map(_packed_string, value)
+        )
     return struct.pack(f"<IIQ{len(value)}i", _ARRAY, 5, len(value), *value)
 
 

@@ -128,14 +128,14 @@ def prefilled(
     """A cache list filled with `tokens`, `step` at a time, as mlx-lm's prefill does it."""
     cache = make_cache(model)
     for start in range(0, len(tokens), step):
-        model(mx.array(tokens[start : start + step])[None], cache=cache)
+        model(mx.array(list(tokens[start : start + step]))[None], cache=cache)
         mx.eval([c.state for c in cache])
     return cache
 
 
 def logits_of(model: Any, cache: list[Any], tokens: Sequence[int]) -> np.ndarray:
     """Append `tokens` in one forward: logits [n, vocab]."""
-    return np.asarray(model(mx.array(tokens)[None], cache=cache)[0])
+    return np.asarray(model(mx.array(list(tokens))[None], cache=cache)[0])
 
 
 def greedy(
@@ -180,3 +180,8 @@ def attend(
     # Looked up at call time, as a model module does: kvkeep may have taken its place.
     call = base.scaled_dot_product_attention
     return np.asarray(call(queries, *live, cache=cache, scale=scale, mask=mask, sinks=sinks))
+
+
+def raw(array: mx.array) -> bytes:
+    """The bytes of an array, for comparisons that forgive nothing."""
+    return np.asarray(mx.contiguous(array)).tobytes()

@@ -228,8 +228,7 @@ class CompactCacheHistory(RuleBasedStateMachine):
         self.shared = len(heads) == 1
         per_head = heads * (HEADS // len(heads))
         self.model = [
-            [(p, keys[h, i], values[h, i]) for i, p in enumerate(per_head[h])]
-            for h in range(HEADS)
+            [(p, keys[h, i], values[h, i]) for i, p in enumerate(per_head[h])] for h in range(HEADS)
         ]
         self.offset = offset
         self.cache = PositionPreservingKVCache(

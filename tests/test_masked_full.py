@@ -11,8 +11,16 @@ import pytest
 
 import kvkeep
 from kvkeep import LayerSelection, PositionPreservingKVCache, Selection
-from oracles import attend, evicted_mask, greedy, greedy_batch, logits_of, masked_attention
-from oracles import numpy_llama, prefilled
+from oracles import (
+    attend,
+    evicted_mask,
+    greedy,
+    greedy_batch,
+    logits_of,
+    masked_attention,
+    numpy_llama,
+    prefilled,
+)
 from tiny_models import random_tokens, tiny_llama
 
 TOLERANCE = 1e-4
@@ -73,9 +81,7 @@ def test_decoding_after_eviction(heads: int, kv_heads: int, per_head: bool) -> N
     kept = random_kept(79, 20, layers=2, heads=kv_heads if per_head else 1)
     tokens, logits = greedy(model, evicted(exact, kept), prompt[-1], 12)
     whole = [*prompt, *tokens[:-1]]
-    np.testing.assert_allclose(
-        logits, expected_logits(model, whole, kept, 79)[79:], atol=TOLERANCE
-    )
+    np.testing.assert_allclose(logits, expected_logits(model, whole, kept, 79)[79:], atol=TOLERANCE)
     full = [[list(range(79))]] * 2
     stock = expected_logits(model, whole, full, 79)[79:]
     assert np.abs(logits - stock).max() > 100 * TOLERANCE, "the eviction did not matter"

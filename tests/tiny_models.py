@@ -121,9 +121,7 @@ class BareAttentionModel(nn.Module):
         super().__init__()
         self.model_type = "bare"
         self.embed_tokens = nn.Embedding(vocab, hidden)
-        self.layers = [
-            BareAttentionLayer(hidden, heads, kv_heads, head_dim) for _ in range(layers)
-        ]
+        self.layers = [BareAttentionLayer(hidden, heads, kv_heads, head_dim) for _ in range(layers)]
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         h = self.embed_tokens(inputs)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvkeep.attention import Observation
-from kvkeep.caches import is_exact, layer_positions, layer_rows
+from kvkeep.caches import is_exact, is_plain, layer_positions, layer_rows
 from kvkeep.errors import CacheError
 from kvkeep.policies import Policy
 from kvkeep.selection import select_rows
@@ -34,28 +34,25 @@ class Chooser:
     n_layers: int
     seen: Observation
 
-    def layer(self, cache: Any, index: int) -> LayerSelection:
-        """Kept positions of one layer, per head or shared as the store asks."""
+    def choose(self, cache: list[Any], layers: list[int]) -> dict[int, LayerSelection]:
+        """Kept positions of each of these layers, per head or shared as the store asks."""
+        if self.policy.scope == "model":
+            return dict.fromkeys(layers, self._model([cache[i] for i in layers], layers))
+        return {index: self._layer(cache[index], index) for index in layers}
+
+    def _layer(self, cache: Any, index: int) -> LayerSelection:
         scores = self.policy.score(self._view(cache, index))
         if self.config.store == "shared":
             scores = scores.mean(axis=0, keepdims=True)
         return self._select(scores, cache)
 
-    def model(self, caches: list[Any], layers: list[int]) -> LayerSelection:
+    def _model(self, caches: list[Any], layers: list[int]) -> LayerSelection:
         """One set of positions for all layers, from scores summed over them."""
-        held = [layer_positions(cache) for cache in caches]
-        if any(p.shape != held[0].shape or (p != held[0]).any() for p in held) or len(held[0]) > 1:
-            raise CacheError(
-                f"policy {self.policy.name!r} keeps one set of rows for the whole model",
-                expected="layers that all hold the same positions",
-                received="layers that were compacted one by one",
-                remedy="Use a policy that scores per layer, such as 'snapkv'.",
-            )
-        if self.seen.capture is not None:
-            rows = held[0].shape[1]
-            return self._select(mx.array(self.seen.capture.snap_scores(rows))[None], caches[0])
-        total = mx.zeros((1, held[0].shape[1]))
+        rows, capture = caches[0].size(), self.seen.capture
+        total = mx.array([[0.0] * rows if capture is None else capture.snap_scores(rows)])
         for cache, index in zip(caches, layers, strict=True):
+            if capture is not None and index not in self.seen.observers:
+                continue  # among the captured ones
             total = total + self.policy.score(self._view(cache, index)).sum(axis=0, keepdims=True)
             mx.eval(total)
         return self._select(total, caches[0])
@@ -82,30 +79,50 @@ class Chooser:
         sinks = config.sink_tokens
         if not config.guarantee_sinks:
             sinks = min(sinks, max(1, keep // 8))
-        held = layer_positions(cache)
         if is_exact(cache):
             rows = select_rows(scores, keep, sinks=sinks, recent=recent, protected=config.protect)
             return LayerSelection(tuple(rows))
-        table = np.asarray(scores.astype(mx.float32))
-        table = _lift_protected(table, held, config.protect)
         # Heads of a compact layer hold different positions: rows are chosen, then named.
-        rows = select_rows(table, keep, sinks=_rows_below(held, sinks), recent=recent)
-        held = np.broadcast_to(held, (len(rows), held.shape[1])) if len(held) == 1 else held
-        return LayerSelection(tuple(np.take_along_axis(held, rows, axis=1)))
+        held, table = layer_positions(cache), np.asarray(scores.astype(mx.float32))
+        chosen = []
+        for head, row in enumerate(table):
+            positions = held[head if len(held) > 1 else 0]
+            ends = [np.searchsorted(positions, ends) for ends in config.protect]
+            rows = select_rows(
+                row,
+                keep,
+                sinks=int(np.searchsorted(positions, sinks)),
+                recent=recent,
+                protected=[(start, stop) for start, stop in ends if start < stop],
+            )
+            chosen.append(positions[rows[0]])
+        return LayerSelection(tuple(chosen))
 
 
-def _lift_protected(
-    scores: np.ndarray, held: np.ndarray, protect: tuple[tuple[int, int], ...]
-) -> np.ndarray:
-    """Scores with protected positions above all others (compact layers: held [1|H, R])."""
-    if not protect:
-        return scores
-    inside = np.zeros(held.shape, bool)
-    for start, stop in protect:
-        inside |= (held >= start) & (held < stop)
-    return np.where(inside, scores.max() + 1, scores)
+def require_choosable(
+    cache: list[Any], layers: list[int], config: EvictionConfig, policy: Policy
+) -> None:
+    """Refuse layers whose present positions the policy or the store cannot work on.
 
-
-def _rows_below(held: np.ndarray, position: int) -> int:
-    """Rows that every head holds in front of `position`."""
-    return int((held < position).sum(axis=1).min())
+    Raises:
+        CacheError: layers or heads hold different positions and one set for all of them is
+            asked for, or a trim left heads with unequal numbers of rows.
+    """
+    held = [
+        np.arange(cache[i].offset)[None] if is_plain(cache[i]) else layer_positions(cache[i])
+        for i in layers
+    ]
+    by_head = any(len(positions) > 1 for positions in held)
+    if policy.scope == "model":
+        differ = by_head or any(not np.array_equal(positions, held[0]) for positions in held)
+        asked = f"policy {policy.name!r} keeps one set of rows for the whole model"
+    else:
+        differ = by_head and config.store == "shared"
+        asked = "store 'shared' keeps one set of rows for all heads of a layer"
+    if differ:
+        raise CacheError(
+            asked,
+            expected="layers and heads that all hold the same positions",
+            received="rows that were chosen one by one in an earlier compaction",
+            remedy="Go on with the policy and the store of that one, such as 'snapkv' per head.",
+        )

@@ -12,7 +12,13 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvkeep.allocation import get_allocation
-from kvkeep.attention import Observation, ProgressCallback, model_name, observed_prefill
+from kvkeep.attention import (
+    Observation,
+    ProgressCallback,
+    model_name,
+    observed_prefill,
+    unchanged_on_error,
+)
 from kvkeep.caches import (
     bytes_per_row,
     is_compact,
@@ -23,8 +29,14 @@ from kvkeep.caches import (
     require_evictable,
     retained,
 )
-from kvkeep.choosing import Chooser
-from kvkeep.errors import CacheError, PromptError, SelectionError, UnsupportedModelError
+from kvkeep.choosing import Chooser, require_choosable
+from kvkeep.errors import (
+    BudgetError,
+    CacheError,
+    PromptError,
+    SelectionError,
+    UnsupportedModelError,
+)
 from kvkeep.policies import Policy, policy_of
 from kvkeep.spec import (
     Budget,
@@ -166,30 +178,62 @@ def prefill_and_compact(
         keep_exact: leave `cache` as it is after the prefill.
 
     Raises:
-        ConfigError, UnsupportedModelError: before anything was computed.
+        ConfigError, UnsupportedModelError: before anything was computed, where that can be
+            known; whatever is raised, the layers of `cache` hold what they held before.
     """
     policy = policy_of(config)
     get_allocation(config.allocation)
     layers = evictable_layers(model, cache)
     length = len(tokens) + cache[layers[0]].offset
+    rows = len(tokens) + cache[layers[0]].size()
+    whole = length <= config.min_tokens or rows <= _known_rows(config.budget, length)
+    if not whole:
+        require_choosable(cache, layers, config, policy)
+        _require_room(cache, layers, config, length)
     start = time.perf_counter()
-    whole = length <= config.min_tokens
-    seen = observed_prefill(
-        model,
-        tokens,
-        cache,
-        layers,
-        window=0 if whole else policy.observation_window,
-        policy=policy.name,
-        allow_capture=policy.scope == "model",
-        score_chunk_size=config.score_chunk_size,
-        step=step,
-        progress=progress,
-    )
-    prefill = time.perf_counter() - start
-    target = list(cache) if keep_exact else cache
-    result = compact_observed(model, target, layers, seen, config, policy)
-    return replace(result, times=replace(result.times, prefill=prefill))
+    with unchanged_on_error(cache):
+        seen = observed_prefill(
+            model,
+            tokens,
+            cache,
+            layers,
+            window=0 if whole else policy.observation_window,
+            policy=policy.name,
+            allow_capture=policy.scope == "model",
+            score_chunk_size=config.score_chunk_size,
+            step=step,
+            progress=progress,
+        )
+        prefill = time.perf_counter() - start
+        selection = choose_observed(cache, layers, seen, config, policy)
+        score = time.perf_counter() - start - prefill
+    result = store_selection(list(cache) if keep_exact else cache, selection)
+    return replace(result, times=replace(result.times, prefill=prefill, score=score))
+
+
+def _known_rows(budget: Budget, length: int) -> int:
+    """Rows that a budget allows where that is known without the cache, else 0."""
+    return 0 if budget.unit == "bytes" else budget.rows(length)
+
+
+def _require_room(cache: list[Any], layers: list[int], config: EvictionConfig, length: int) -> None:
+    """Refuse a budget below what is protected before the prompt is computed, where known.
+
+    Raises:
+        BudgetError: it is.
+    """
+    keep = _known_rows(config.budget, length)
+    if keep and all(is_plain(cache[i]) for i in layers):
+        inside = np.zeros(length, dtype=np.bool_)
+        for first, stop in config.protect:
+            inside[first:stop] = True
+        if (protected := int(np.count_nonzero(inside))) > keep:
+            raise BudgetError(
+                f"a budget of {keep} rows cannot hold {protected} protected positions",
+                expected=f"at least {protected} rows per head",
+                received=f"{config.budget} of {length} positions",
+                remedy="Raise the budget or protect fewer positions.",
+            )
 
 
 def evictable_layers(model: Any, cache: list[Any]) -> list[int]:
@@ -212,16 +256,20 @@ def evictable_layers(model: Any, cache: list[Any]) -> list[int]:
     return layers
 
 
-def compact_observed(
-    model: Any,
+def choose_observed(
     cache: list[Any],
     layers: list[int],
     seen: Observation,
     config: EvictionConfig,
     policy: Policy,
-) -> SnapKVEvictionResult:
-    """Score, select and store, replacing the entries of `cache` layer by layer."""
-    before = cache_nbytes(cache)
+) -> Selection:
+    """Score and select; no layer in it where nothing is to be evicted. No cache is changed.
+
+    Raises:
+        BudgetError: the budget holds no row, or fewer than are protected.
+        SelectionError: scores are not finite.
+        CacheError: a layer holds a batch or is at another position.
+    """
     rows = cache[layers[0]].size()
     offset = cache[layers[0]].offset
     for index in layers:
@@ -230,34 +278,21 @@ def compact_observed(
     keep = config.budget.rows(
         offset,
         bytes_per_row=sum(bytes_per_row(cache[i]) for i in layers),
-        fixed_bytes=before - sum(live_nbytes(cache[i]) for i in layers),
+        fixed_bytes=cache_nbytes(cache) - sum(live_nbytes(cache[i]) for i in layers),
     )
     if offset <= config.min_tokens or keep >= rows:
-        return _result(cache, Selection(offset, {}), before)
+        return Selection(offset, {})
     chooser = Chooser(config, policy, keep, len(layers), seen)
-    if policy.scope == "model":
-        return _compact_model(cache, layers, chooser, before, offset)
-    chosen, score_time, store_time = {}, 0.0, 0.0
-    for index in layers:
-        tic = time.perf_counter()
-        chosen[index] = chooser.layer(cache[index], index)
-        toc = time.perf_counter()
-        cache[index] = retained(cache[index], chosen[index])
-        score_time, store_time = score_time + toc - tic, store_time + time.perf_counter() - toc
-    times = CompactionTimes(score=score_time, compact=store_time)
-    return replace(_result(cache, Selection(offset, chosen), before), times=times)
+    return Selection(offset, chooser.choose(cache, layers))
 
 
-def _compact_model(
-    cache: list[Any], layers: list[int], chooser: Chooser, before: int, offset: int
-) -> SnapKVEvictionResult:
-    tic = time.perf_counter()
-    kept = chooser.model([cache[i] for i in layers], layers)
-    toc = time.perf_counter()
-    for index in layers:
+def store_selection(cache: list[Any], selection: Selection) -> SnapKVEvictionResult:
+    """Replace the entries of `cache` by compact ones, layer by layer."""
+    before = cache_nbytes(cache)
+    start = time.perf_counter()
+    for index, kept in selection.layers.items():
         cache[index] = retained(cache[index], kept)
-    times = CompactionTimes(score=toc - tic, compact=time.perf_counter() - toc)
-    selection = Selection(offset, dict.fromkeys(layers, kept))
+    times = CompactionTimes(compact=time.perf_counter() - start)
     return replace(_result(cache, selection, before), times=times)
 
 

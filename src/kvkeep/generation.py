@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,23 +58,17 @@ def stream_generate(
         prompt: text or T token ids.
         config: what to evict; None runs exact.
         draft_model: for speculative decoding; its own cache stays exact.
-        prompt_cache: caches to continue (exact or compact); updated in place.
+        prompt_cache: caches to continue (exact or compact); updated in place. With a draft
+            model, its caches may follow the model's, as in mlx-lm.
         kwargs: as in mlx-lm's `generate_step`.
 
     Raises:
         PromptError, ConfigError, UnsupportedModelError: before any token is generated.
     """
-    if config is not None and kwargs.get("max_kv_size") is not None:
-        raise ConfigError(
-            "max_kv_size and eviction exclude each other",
-            expected="one of them",
-            received=f"max_kv_size={kwargs['max_kv_size']} and a {config.policy!r} config",
-            remedy="Use the budget (--kv-budget), or switch eviction off.",
-        )
-    if config is not None and kwargs.get("input_embeddings") is not None:
-        raise ConfigError(
-            "eviction does not take input embeddings", expected="token ids", received="embeddings"
-        )
+    if max_tokens == 0:  # mlx-lm would say so only after the prompt was read
+        raise ConfigError("no tokens to generate", expected="max_tokens >= 1, or -1", received=0)
+    if config is not None:
+        refuse_unevictable(config, kwargs)
     wrapped = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
     tokens = checked_prompt(encode_prompt(wrapped, prompt))
     step: dict[str, Any] = {"prefill_step_size": prefill_step_size, "max_tokens": max_tokens}
@@ -88,11 +82,12 @@ def stream_generate(
             yield GenerationResponse(**vars(response))
         return
     cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
-    ready = _prepare(
-        model, draft_model, tokens, cache, config, prefill_step_size, prompt_progress_callback
-    )
+    with mx.stream(kwargs.get("stream", generation_stream)):  # the one mlx-lm decodes on
+        ready = _prepare(
+            model, draft_model, tokens, cache, config, prefill_step_size, prompt_progress_callback
+        )
     if processors := kwargs.get("logits_processors"):
-        kwargs["logits_processors"] = [_with_prefix(tokens[:-1], p) for p in processors]
+        kwargs["logits_processors"] = [with_prefix(tokens[:-1], p) for p in processors]
     # mlx-lm replaces entries of the list it gets (quantisation): the caller's must follow.
     for response in mlx_lm.stream_generate(
         model,
@@ -133,6 +128,25 @@ def generate(
     return text
 
 
+def refuse_unevictable(config: EvictionConfig, options: Mapping[str, Any]) -> None:
+    """Refuse options of mlx-lm's `generate_step` that eviction cannot be combined with.
+
+    Raises:
+        ConfigError: `max_kv_size` or `input_embeddings` is set.
+    """
+    if options.get("max_kv_size") is not None:
+        raise ConfigError(
+            "max_kv_size and eviction exclude each other",
+            expected="one of them",
+            received=f"max_kv_size={options['max_kv_size']} and a {config.policy!r} config",
+            remedy="Use the budget (--kv-budget), or switch eviction off.",
+        )
+    if options.get("input_embeddings") is not None:
+        raise ConfigError(
+            "eviction does not take input embeddings", expected="token ids", received="embeddings"
+        )
+
+
 def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> Any:
     """Token ids of a prompt, special tokens added where mlx-lm adds them."""
     if not isinstance(prompt, str):
@@ -157,27 +171,32 @@ def _prepare(
     step: int,
     progress: ProgressCallback | None,
 ) -> _Ready:
-    """Prefill and compact all but the last token, on the stream that mlx-lm decodes on."""
+    """Prefill and compact all but the last token, on the current stream."""
     start = time.perf_counter()
     kv = None
-    # mlx-lm raises the wired limit only for what it runs itself.
-    with wired_limit(model, [generation_stream]), mx.stream(generation_stream):
-        if len(tokens) > 1:
-            done = prefill_and_compact(
-                model, tokens[:-1], cache, config, step=step, progress=progress
-            )
-            kv = replace(done, cache=[])
+    drafts = [] if draft_model is None else cache[len(model.layers) :]
+    del cache[len(cache) - len(drafts) :]
+    with wired_limit(model):  # mlx-lm raises it only for what it runs itself
+        try:
+            if len(tokens) > 1:
+                done = prefill_and_compact(
+                    model, tokens[:-1], cache, config, step=step, progress=progress
+                )
+                kv = replace(done, cache=[])
+        finally:
+            cache += drafts
         if draft_model is None:
             return _Ready(cache, kv, time.perf_counter() - start)
-        draft = make_prompt_cache(draft_model)
+        both = cache if drafts else cache + make_prompt_cache(draft_model)
+        drafts = both[len(model.layers) :]
         for first in range(0, len(tokens) - 1, step):
             chunk = mx.array(tokens[first : min(first + step, len(tokens) - 1)])
-            draft_model(chunk[None], cache=draft)
-            mx.eval([c.state for c in draft])
-    return _Ready(cache + draft, kv, time.perf_counter() - start)
+            draft_model(chunk[None], cache=drafts)
+            mx.eval([c.state for c in drafts])
+    return _Ready(both, kv, time.perf_counter() - start)
 
 
-def _with_prefix(tokens: list[int], processor: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def with_prefix(tokens: list[int], processor: Callable[..., mx.array]) -> Callable[..., mx.array]:
     """A logits processor that sees the prompt, though mlx-lm steps from its last token."""
     prefix = mx.array(tokens, mx.int32)
 

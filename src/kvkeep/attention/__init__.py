@@ -5,6 +5,7 @@ from kvkeep.attention.observe import WindowObserver, model_name, observing, requ
 from kvkeep.attention.prefill import Observation, ProgressCallback, observed_prefill
 from kvkeep.attention.replay import replay_queries
 from kvkeep.attention.seam import install, installed, remove
+from kvkeep.attention.undo import unchanged_on_error
 
 __all__ = [
     "Observation",
@@ -19,4 +20,5 @@ __all__ = [
     "remove",
     "replay_queries",
     "require_visible",
+    "unchanged_on_error",
 ]

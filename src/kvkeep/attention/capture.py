@@ -47,6 +47,7 @@ class SnapKVAttentionCapture:
                 )
         self.window, self.score_chunk_size = window, score_chunk_size
         self.calls = 0
+        self._thread = 0
         self._rows: mx.array | None = None  # [rows, keys]: weights by query position
         self._end = 0  # position after the last row
 
@@ -56,7 +57,8 @@ class SnapKVAttentionCapture:
             if not _active:
                 _original = mx.fast.scaled_dot_product_attention
                 mx.fast.scaled_dot_product_attention = _captured
-            _active.setdefault(threading.get_ident(), []).append(self)
+            self._thread = threading.get_ident()
+            _active.setdefault(self._thread, []).append(self)
         return self
 
     def __exit__(
@@ -66,10 +68,10 @@ class SnapKVAttentionCapture:
         trace: TracebackType | None,
     ) -> None:
         with _lock:
-            mine = _active[threading.get_ident()]
+            mine = _active[self._thread]  # closed elsewhere, say by a generator's owner
             mine.remove(self)
             if not mine:
-                del _active[threading.get_ident()]
+                del _active[self._thread]
             if not _active:
                 mx.fast.scaled_dot_product_attention = _original
 

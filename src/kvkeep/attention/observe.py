@@ -100,13 +100,13 @@ def require_visible(observers: Mapping[int, WindowObserver], model: object, poli
     name = model_name(model)
     unseen = [layer for layer, observer in observers.items() if observer.calls == 0]
     if unseen:
+        other = ", or, where the model calls mx.fast attention itself, use policy 'snapkv-d'"
         raise UnsupportedModelError(
             f"model {name!r} computes attention on its own in {len(unseen)} of"
             f" {len(observers)} layers, so policy {policy!r} cannot see its queries",
             expected="attention through mlx_lm.models.base.scaled_dot_product_attention",
             received=f"none in layers {_few(unseen)}",
-            remedy="Run it with eviction off, or, where the model calls mx.fast attention"
-            " itself, use policy 'snapkv-d'.",
+            remedy=f"Run it with eviction off{'' if policy == 'snapkv-d' else other}.",
         )
     shared = [layer for layer, observer in observers.items() if observer.calls > 1]
     if shared:

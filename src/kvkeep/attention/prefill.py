@@ -20,8 +20,9 @@ class Observation:
     """What a prefill saw of the window's queries.
 
     Attributes:
-        observers: by layer index; empty when `capture` had to be used.
-        capture: scores of a model that calls `mx.fast` attention itself, else None.
+        observers: by layer index, of the layers that the seam saw.
+        capture: summed scores of the layers that call `mx.fast` attention themselves, where
+            some evictable ones do, else None.
     """
 
     observers: Mapping[int, WindowObserver]
@@ -73,13 +74,19 @@ def observed_prefill(
             else:
                 model(chunk, cache=cache)
             if done == 0 and window:
-                if capture is not None and capture.calls == 0:
+                if capture is not None and (
+                    capture.calls == 0 or len(_seen(observers)) == len(layers)
+                ):
                     capture = None
-                if capture is None:
-                    require_visible(observers, model, policy)
+                seen = observers if capture is None else _seen(observers)
+                require_visible(seen, model, policy)
             windows = [o.queries for o in observers.values() if o.queries is not None]
             mx.eval([c.state for c in cache], windows)
             done += chunk.shape[1]
             report(done, total)
             mx.clear_cache()
-    return Observation(observers) if capture is None else Observation({}, capture)
+    return Observation(observers if capture is None else _seen(observers), capture)
+
+
+def _seen(observers: Mapping[int, WindowObserver]) -> Mapping[int, WindowObserver]:
+    return {layer: observer for layer, observer in observers.items() if observer.calls}

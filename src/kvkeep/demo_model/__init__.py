@@ -1,6 +1,6 @@
 """A real model that pip can bring, called "demo" wherever a model is asked for."""
 
-from kvkeep.demo_model.fetch import (
+from kvkeep.demo_model.fetching import (
     default_dtype,
     demo_folder,
     demo_state,

@@ -35,9 +35,10 @@ def read_gguf(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
         DemoModelError: unreadable, or not a llama.
     """
     try:
-        tensors, metadata = mx.load(str(path), format="gguf", return_metadata=True)
+        loaded: Any = mx.load(str(path), format="gguf", return_metadata=True)
     except Exception as error:  # mlx raises bare RuntimeErrors and ValueErrors here
         raise DemoModelError(f"{path.name} cannot be read as GGUF: {error}") from error
+    tensors, metadata = loaded
     if (architecture := metadata.get("general.architecture")) != "llama":
         raise DemoModelError(
             f"{path.name} has the wrong architecture", expected="llama", received=architecture
@@ -111,7 +112,7 @@ def convert(gguf: Path, folder: Path, dtype: str, report: Report) -> dict[str, A
 
 
 def dequantized(tensors: dict[str, mx.array], stem: str) -> mx.array:
-    """A tensor in float32: mlx keeps q, d and m of w = d·q + m packed; the product is exact here."""
+    """A tensor in float32: mlx keeps q, d and m of w = d·q + m packed; here it is exact."""
     weight = tensors[f"{stem}.weight"]
     if f"{stem}.scales" not in tensors:
         return weight.astype(mx.float32)

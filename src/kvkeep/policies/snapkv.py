@@ -64,8 +64,8 @@ class SnapKV:
         prefix = length - width
         if prefix == 0:
             return mx.ones((kv_heads, length))
-        # A few heads at once: pooling a whole layer takes several arrays of its size.
-        heads = max(PIECE_BYTES // (4 * group * length), 1)
+        # A few heads at once: pooling takes several arrays of the size of what it pools.
+        heads = max(PIECE_BYTES // (16 * group * length), 1)
         blocks = []
         for first in range(0, len(mass), heads * group):
             block = mass[first : first + heads * group, :prefix] / width

@@ -30,7 +30,8 @@ def save_prompt_cache(
         metadata: text to keep with it.
 
     Raises:
-        CacheFileError: the cache holds nothing, or the file cannot be written.
+        CacheFileError: the cache holds nothing, it or the metadata cannot be put into a
+            file, or the file cannot be written. An older file stays as it was.
     """
     path = _with_suffix(file_name)
     if not cache or any(layer.empty() for layer in cache):
@@ -43,12 +44,16 @@ def save_prompt_cache(
             temporary = Path(folder) / f"cache{_SUFFIX}"
             mlx_cache.save_prompt_cache(str(temporary), cache, dict(metadata or {}))
             os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
         raise CacheFileError(f"cannot write {path}", received=str(error)) from error
 
 
 def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool = False) -> Any:
     """Load a cache list that `save_prompt_cache` (kvkeep's or mlx-lm's) wrote.
+
+    Args:
+        file_name: ".safetensors" may be left out.
+        return_metadata: give the saved text back as well.
 
     Returns:
         The cache list, or (cache list, metadata).
@@ -59,8 +64,10 @@ def load_prompt_cache(file_name: str | os.PathLike[str], return_metadata: bool =
     register_caches()
     path = Path(file_name)
     if not path.is_file():
+        path = _with_suffix(file_name)
+    if not path.is_file():
         raise CacheFileError(
-            "no such prompt cache", expected="a saved .safetensors file", received=str(path)
+            "no such prompt cache", expected="a saved .safetensors file", received=str(file_name)
         )
     try:
         cache, metadata = mlx_cache.load_prompt_cache(str(path), return_metadata=True)

@@ -1,4 +1,4 @@
-"""Make kvkeep's caches known to mlx-lm's `load_prompt_cache`."""
+"""Make kvkeep's caches known to mlx-lm: to `load_prompt_cache` and to stock batches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kvkeep.caches import (
     BatchPositionPreservingKVCache,
     PositionPreservingKVCache,
     PositionPreservingQuantizedKVCache,
+    accept_compact_in_stock_batches,
 )
 
 SAVED_CACHES = (
@@ -18,6 +19,10 @@ SAVED_CACHES = (
 
 
 def register_caches() -> None:
-    """Set the classes as attributes of `mlx_lm.models.cache`, where it looks names up."""
+    """Set the classes as attributes of `mlx_lm.models.cache`, where it looks names up.
+
+    Stock batches that a compact cache joins are taken care of as well. Idempotent.
+    """
     for cls in SAVED_CACHES:
         setattr(mlx_cache, cls.__name__, cls)
+    accept_compact_in_stock_batches()

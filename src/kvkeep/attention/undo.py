@@ -1,0 +1,60 @@
+"""Put a cache list back as it was when what was run into it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvkeep.caches import is_compact, is_plain
+
+
+@contextlib.contextmanager
+def unchanged_on_error(cache: list[Any]) -> Iterator[None]:
+    """Restore every layer of a cache list if the body raises; the error goes on.
+
+    The body may append tokens to the layers, but trim nothing that was there before.
+    Full-attention rows are never written over by that, so only their number is noted; the
+    other layers (sliding windows, states: small) are copied.
+    """
+    restore = [_restorer(layer) for layer in cache]
+    try:
+        yield
+    except Exception:
+        for give_back in restore:
+            give_back()
+        raise
+
+
+def _restorer(layer: Any) -> Callable[[], None]:
+    if is_plain(layer) and layer.keys is not None:
+        return _plain(layer, layer.offset)
+    if is_compact(layer) and layer.keys is not None:
+        return _compact(layer, layer.offset)
+    return restorer_of_copy(layer)
+
+
+def _plain(layer: Any, offset: int) -> Callable[[], None]:
+    def give_back() -> None:
+        layer.offset = offset
+
+    return give_back
+
+
+def _compact(layer: Any, offset: int) -> Callable[[], None]:
+    def give_back() -> None:
+        layer.trim(layer.offset - offset)
+
+    return give_back
+
+
+def restorer_of_copy(layer: Any) -> Callable[[], None]:
+    """What gives a layer's cache everything back that it holds now."""
+    before = copy.deepcopy(layer)
+
+    def give_back() -> None:
+        layer.__dict__.clear()
+        layer.__dict__.update(before.__dict__)
+
+    return give_back

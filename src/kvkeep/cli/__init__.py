@@ -1,0 +1,1 @@
+"""The `kvkeep` command: one file per subcommand, each thin."""

@@ -1,0 +1,96 @@
+"""The eviction flags, spelled the same in every command."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from kvkeep.allocation import ALLOCATIONS, get_allocation
+from kvkeep.errors import ConfigError
+from kvkeep.generation import RECOMMENDED
+from kvkeep.policies import POLICIES, policy_of
+from kvkeep.spec import POOLINGS, STORES, EvictionConfig
+
+EVICTION_OFF = "none"
+
+# Flag without "--kv-", the setting it fills, its type and its help. %% is argparse's percent sign.
+_FLAGS: tuple[tuple[str, str, type, str], ...] = (
+    (
+        "budget",
+        "budget",
+        str,
+        "what may stay: rows per KV head (2048), a share of the prompt (25%%) or bytes of the"
+        " whole cache (512MB; KB and GB are decimal, KiB, MiB and GiB binary)",
+    ),
+    ("window", "window", int, "how many of the prompt's last tokens score the others"),
+    ("sink-tokens", "sink_tokens", int, "first tokens of the prompt that always stay"),
+    ("recent-tokens", "recent_tokens", int, "last tokens of the prompt that always stay"),
+    ("min-tokens", "min_tokens", int, "prompts of at most this many tokens are kept whole"),
+    ("allocation", "allocation", str, "how rows are dealt out to layers and heads"),
+    ("store", "store", str, "how kept rows are stored; auto is what the policy scores"),
+    ("pooling", "pooling", str, "how scores are pooled over neighbouring tokens"),
+    ("pool-kernel", "pool_kernel", int, "odd width of that pooling, in tokens"),
+    (
+        "protect",
+        "protect",
+        str,
+        'positions that are never evicted, as start:stop ranges ("0:512,900:910")',
+    ),
+)
+_NAMES = {"allocation": sorted(ALLOCATIONS), "store": list(STORES), "pooling": list(POOLINGS)}
+_METAVARS = {"budget": "BUDGET", "protect": "RANGES", **dict.fromkeys(_NAMES, "NAME")}
+_UNSET = {
+    "window": "the policy's own",
+    "recent_tokens": "what the policy counts inside the budget",
+    "pooling": "the policy's own",
+    "pool_kernel": "the policy's own",
+    "protect": "none",
+}
+
+
+def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the --kv-* flags; one that is not given stays None in the arguments."""
+    group = parser.add_argument_group(
+        "eviction", "Rows of the prompt's KV cache are evicted once, after the prompt was read."
+    )
+    group.add_argument(
+        "--kv-eviction",
+        metavar="POLICY",
+        help=f"which rows matter: {', '.join(sorted(POLICIES))}; {EVICTION_OFF} keeps every row,"
+        f" and the other flags of this group then do nothing (default: {RECOMMENDED.policy})",
+    )
+    for flag, setting, kind, text in _FLAGS:
+        default = getattr(RECOMMENDED, setting)
+        shown = _UNSET.get(setting) if default in (None, ()) else str(default).replace("%", "%%")
+        names = f": {', '.join(_NAMES[setting])}" if setting in _NAMES else ""
+        group.add_argument(
+            f"--kv-{flag}",
+            dest=f"kv_{setting}",
+            type=kind,
+            metavar=_METAVARS.get(setting, "N"),
+            help=f"{text}{names} (default: {shown})",
+        )
+
+
+def eviction_config(args: argparse.Namespace) -> EvictionConfig | None:
+    """What the --kv-* flags ask for, over `kvkeep.generation.RECOMMENDED`; None is exact.
+
+    Raises:
+        ConfigError: a value is out of range, or a name is unknown (before a model is loaded).
+    """
+    if args.kv_eviction == EVICTION_OFF:
+        return None
+    settings = {setting: getattr(args, f"kv_{setting}") for _, setting, _, _ in _FLAGS}
+    config = EvictionConfig.parse({"policy": args.kv_eviction, **settings}, RECOMMENDED)
+    policy_of(config)
+    get_allocation(config.allocation)
+    return config
+
+
+def refuse_together(first: str, second: str, remedy: str) -> NoReturn:
+    """Refuse two flags that exclude each other.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(f"{first} and {second} exclude each other", remedy=remedy)
