@@ -42,6 +42,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose greedy answers never end by themselves."""
+    return str(write_tiny_folder(tmp_path_factory.mktemp("endless") / "model", endless=True))
+
+
+@pytest.fixture(scope="session")
 def tiny(folder: str) -> tuple[Any, Any]:
     model, tokenizer = mlx_lm.load(folder)[:2]
     return model, tokenizer
@@ -498,6 +504,13 @@ def test_an_empty_prompt_is_one_line(folder: str, capsys: pytest.CaptureFixture[
     assert "empty prompt" in fault_of(capsys, *argv)
 
 
+def test_images_need_a_model_that_takes_them(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["generate", "--model", folder, "--image", "a.png", "--kv-eviction", "none"]
+    assert fault_of(capsys, *argv) == f"the model {folder} does not take images (--image)."
+
+
 def test_a_template_that_refuses_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -610,8 +623,8 @@ def test_a_real_run_reads_stdin(folder: str, tiny: tuple[Any, Any]) -> None:
     assert out.decode().startswith(text + "\n\nprompt ")
 
 
-def test_a_real_ctrl_c_leaves_no_traceback(folder: str) -> None:
-    with process("generate", "--model", folder, "--max-tokens", "-1") as run:
+def test_a_real_ctrl_c_leaves_no_traceback(endless: str) -> None:
+    with process("generate", "--model", endless, "--max-tokens", "-1") as run:
         assert run.stdin is not None and run.stdout is not None and run.stderr is not None
         assert run.stdout.read(1)  # the answer has begun
         run.send_signal(signal.SIGINT)
@@ -621,8 +634,8 @@ def test_a_real_ctrl_c_leaves_no_traceback(folder: str) -> None:
     assert err == b""
 
 
-def test_a_reader_that_goes_away_is_no_traceback(folder: str) -> None:
-    with process("generate", "--model", folder, "--max-tokens", "-1") as run:
+def test_a_reader_that_goes_away_is_no_traceback(endless: str) -> None:
+    with process("generate", "--model", endless, "--max-tokens", "-1") as run:
         assert run.stdin is not None and run.stdout is not None and run.stderr is not None
         assert run.stdout.read(1)
         run.stdout.close()

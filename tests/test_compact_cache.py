@@ -1,4 +1,4 @@
-"""The compact cache alone: what mlx-lm asks of it, trim, speculation, state, masks, bytes."""
+"""The compact cache alone: building, trim, speculation, masks, bytes."""
 
 from __future__ import annotations
 
@@ -13,49 +13,10 @@ from mlx_lm.models.cache import KVCache, can_trim_prompt_cache, trim_prompt_cach
 
 import kvkeep
 from kvkeep import LayerSelection, PositionPreservingKVCache, PositionPreservingQuantizedKVCache
-from kvkeep.attention import install, installed, remove
 from kvkeep.caches import CompactCache, retained
 from kvkeep.errors import CacheError, KvkeepError, SelectionError, TrimError
 from oracles import attend, masked_attention, raw
-
-HEADS, DIM = 2, 4
-SHARED = (0, 40, 99)
-PER_HEAD = ((0, 40, 99), (7, 50, 60))
-STORES = pytest.mark.parametrize("positions", [SHARED, PER_HEAD], ids=["shared", "per-head"])
-
-
-def rows(count: int, heads: int = HEADS, dim: int = DIM, seed: int = 0) -> mx.array:
-    """Random rows [1, heads, count, dim]."""
-    random = np.random.default_rng(seed)
-    return mx.array(random.standard_normal((1, heads, count, dim)).astype(np.float32))
-
-
-def compact(
-    positions: Any = SHARED, offset: int = 100, **options: Any
-) -> PositionPreservingKVCache:
-    count = len(positions[0]) if np.ndim(positions[0]) else len(positions)
-    return PositionPreservingKVCache(
-        rows(count, seed=1), rows(count, seed=2), offset=offset, positions=positions, **options
-    )
-
-
-def append(cache: Any, count: int, seed: int = 9) -> tuple[mx.array, mx.array]:
-    return cache.update_and_fetch(rows(count, seed=seed), rows(count, seed=seed + 1))
-
-
-def snapshot(cache: Any) -> tuple[Any, ...]:
-    """Everything that must survive a refused call, the rows byte by byte."""
-    keys, values = cache.keys_and_values()
-    return (
-        cache.offset,
-        cache.positions,
-        cache.protected_stored,
-        cache.size(),
-        cache.nbytes,
-        raw(keys),
-        raw(values),
-    )
-
+from small_caches import DIM, HEADS, PER_HEAD, SHARED, STORES, append, compact, rows, snapshot
 
 # -- building -------------------------------------------------------------------------
 
@@ -349,121 +310,6 @@ def test_suffix_trim_then_other_tokens(positions: Any) -> None:
     assert drafted.offset == 103
 
 
-# -- copies and state -----------------------------------------------------------------
-
-
-@STORES
-def test_deepcopy_is_independent(positions: Any) -> None:
-    cache = compact(positions)
-    append(cache, 2)
-    before = snapshot(cache)
-    twin = copy.deepcopy(cache)
-    assert snapshot(twin) == before
-    append(twin, 3, seed=77)
-    twin.trim(60)
-    append(twin, 4, seed=78)
-    assert snapshot(cache) == before
-    changed = snapshot(twin)
-    append(cache, 1, seed=79)
-    cache.trim(80)
-    assert snapshot(twin) == changed
-
-
-def test_deepcopy_keeps_a_speculation() -> None:
-    cache = compact()
-    cache.start_speculation()
-    append(cache, 1)
-    twin = copy.deepcopy(cache)
-    with pytest.raises(TrimError):
-        twin.trim(2)
-
-
-def as_lists(state: Any) -> Any:
-    """A state as mlx-lm's `load_prompt_cache` hands it over: nested lists."""
-    return [as_lists(part) for part in state] if isinstance(state, tuple) else state
-
-
-@STORES
-@pytest.mark.parametrize("shape", [tuple, as_lists], ids=["tuple", "lists"])
-def test_state_round_trip(positions: Any, shape: Any) -> None:
-    cache = compact(positions, protected_stored=2)
-    append(cache, 2)
-    for trimmed in (0, 1, 54):  # the last leaves unequal heads
-        cache.trim(trimmed)
-        again = PositionPreservingKVCache.from_state(shape(cache.state), cache.meta_state)
-        assert snapshot(again) == snapshot(cache)
-        assert again.owns_attention == cache.owns_attention
-        setter = PositionPreservingKVCache()
-        setter.state = shape(cache.state)
-        assert snapshot(setter) == snapshot(cache)
-
-
-def test_state_of_an_empty_cache() -> None:
-    again = PositionPreservingKVCache.from_state(PositionPreservingKVCache().state)
-    assert (again.empty(), again.offset, again.positions) == (True, 0, ())
-    append(again, 1)
-    assert again.positions == (0,)
-
-
-def test_two_caches_from_one_state_do_not_share_rows() -> None:
-    state = compact().state
-    first, second = (PositionPreservingKVCache.from_state(state) for _ in range(2))
-    before = snapshot(second)
-    first.trim(70)
-    append(first, 1)
-    assert snapshot(second) == before
-    assert mx.array_equal(state[0], compact().state[0])
-
-
-def test_meta_state_is_text_and_must_agree() -> None:
-    cache = compact(protected_stored=1)
-    append(cache, 1)
-    assert cache.meta_state == ("101", "4", "1")
-    with pytest.raises(CacheError):
-        PositionPreservingKVCache.from_state(cache.state, ("100", "4", "1"))
-
-
-def broken_states() -> list[tuple[Any, ...]]:
-    keys, values, table, start, appended, protected = compact().state
-    return [
-        (keys, values),
-        (keys, None, table, start, appended, protected),
-        (keys, values, table[:, :2], start, appended, protected),
-        (keys, values, table, start, 1, protected),
-        (keys, values, table, 50, appended, protected),
-        (keys, values, table[0], start, appended, protected),
-        (keys, values, table[:, ::-1], start, appended, protected),
-        (keys, values, table, start, appended, 4),
-        (keys, values, table, start, appended, -1),
-        (keys, values, mx.array([[0, -1, 40, 99]]), start, appended, protected),
-        (keys, values, mx.array([[0, -1, 99], [1, 2, 3]]), start, appended, protected),
-        (keys, values, mx.concatenate([table] * 3), start, appended, protected),
-        (keys, values, table, start, -1, protected),
-    ]
-
-
-@pytest.mark.parametrize("state", broken_states())
-def test_a_state_that_is_no_cache_is_refused(state: Any) -> None:
-    with pytest.raises(KvkeepError):
-        PositionPreservingKVCache.from_state(state)
-
-
-def test_loading_unequal_heads_asks_for_the_seam() -> None:
-    """In a new process nothing else would: the model's own mask would read dead rows."""
-    cache = compact(PER_HEAD)
-    cache.trim(55)
-    state, was_installed = cache.state, installed()
-    assert cache.owns_attention
-    try:
-        remove()
-        PositionPreservingKVCache.from_state(compact().state)
-        assert not installed(), "a cache with even heads needs no seam"
-        PositionPreservingKVCache.from_state(state)
-        assert installed()
-    finally:
-        (install if was_installed else remove)()
-
-
 # -- masks ----------------------------------------------------------------------------
 
 
@@ -528,6 +374,16 @@ def test_nbytes_are_those_of_the_live_rows(positions: Any, appended: int) -> Non
         append(cache, appended)
     assert cache.nbytes == array_bytes(cache.keys_and_values())
     assert cache.allocated_nbytes == cache.keys.nbytes + cache.values.nbytes >= cache.nbytes
+
+
+def test_buffers_grow_like_the_stock_ones() -> None:
+    """Decoding then allocates as rarely as mlx-lm does."""
+    stock: Any = KVCache()
+    cache = PositionPreservingKVCache()
+    for i, count in enumerate((200, 56, 1, 255, 1, 700, 1)):
+        append(stock, count, seed=i)
+        append(cache, count, seed=i)
+        assert cache.keys.shape == stock.keys.shape
 
 
 def test_nbytes_of_unequal_heads_leave_dead_rows_out() -> None:

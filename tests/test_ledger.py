@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -141,11 +142,14 @@ def counted_calls() -> Iterator[list[str]]:
         elif event == "c_call":
             calls.append(getattr(argument, "__name__", str(argument)))
 
+    gc.collect()
+    gc.disable()  # a collection may call back into whoever registered for it
     sys.setprofile(note)
     try:
         yield calls
     finally:
         sys.setprofile(None)
+        gc.enable()
 
 
 def caches() -> dict[str, Callable[[], Any]]:

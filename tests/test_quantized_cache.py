@@ -67,6 +67,9 @@ def test_conversion_keeps_positions_and_packs_the_same_rows(positions: Any, bits
     for ours, live in zip(packed.keys_and_values(), cache.keys_and_values(), strict=True):
         for mine, theirs in zip(ours, mx.quantize(live, group_size=GROUP, bits=bits), strict=True):
             assert mx.array_equal(mine, theirs)
+    packed.update_and_fetch(rows(4), rows(4))
+    packed.trim(60)
+    assert (cache.offset, cache.size(), cache.protected_stored) == (102, 5, 2)
     for part, old in zip(cache.keys_and_values(), before, strict=True):
         np.testing.assert_array_equal(np.asarray(part), old)
 

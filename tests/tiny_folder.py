@@ -23,7 +23,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_folder(folder: Path, *, seed: int = 0, template: str | None = CHAT_TEMPLATE) -> Path:
+def write_tiny_folder(
+    folder: Path,
+    *,
+    seed: int = 0,
+    template: str | None = CHAT_TEMPLATE,
+    endless: bool = False,
+) -> Path:
     """Write config.json, model.safetensors and the tokenizer's files; returns the folder.
 
     Every character is a token of its own (printable ASCII and the space; others are dropped),
@@ -32,11 +38,14 @@ def write_tiny_folder(folder: Path, *, seed: int = 0, template: str | None = CHA
     Args:
         seed: of the weights.
         template: the chat template, or None for a tokenizer without one.
+        endless: never choose the end token while decoding greedily.
     """
     folder.mkdir(parents=True, exist_ok=True)
     letters = sorted(c for c in pre_tokenizers.ByteLevel.alphabet() if c.isascii() or c == "Ġ")
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *letters])}
     model = tiny_llama(vocab=len(vocabulary), head_dim=32, seed=seed)  # 32: can be quantised
+    if endless:
+        model.lm_head.weight[END] = 0  # of a hundred logits some are greater
     sizes = dataclasses.asdict(model.args)
     config = {name: value for name, value in sizes.items() if value is not None}
     config["eos_token_id"] = END

@@ -253,6 +253,9 @@ def evictable_layers(model: Any, cache: list[Any]) -> list[int]:
             received=", ".join(kinds) or "no caches",
             remedy="Run it with eviction off: there is nothing to evict.",
         )
+    for index in layers:
+        if cache[index].keys is not None:
+            layer_rows(cache[index])
     return layers
 
 

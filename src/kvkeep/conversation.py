@@ -54,7 +54,8 @@ class Conversation:
 
     Each turn renders the whole chat template. What the cache has read already is matched as
     a prefix and only the rest is fed, then the cache is compacted to the budget again: rows
-    bound the conversation, a share counts all positions so far. Where the template changes
+    bound the conversation, a share counts all positions so far. An answer's own rows come on
+    top until the next turn. Where the template changes
     tokens that the cache has read, it is trimmed to the common prefix; where rows beyond
     that prefix were evicted, it is begun afresh.
 
@@ -314,7 +315,7 @@ def _whole_from(layer: Any) -> int:
         return layer.offset
     rows = table.shape[1]
     whole = table - np.arange(rows) == layer.offset - rows
-    return layer.offset - int(whole.sum(axis=1).min())
+    return 0
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -14,9 +14,8 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from kvkeep.allocation.uniform import checked_count
 from kvkeep.errors import BudgetError, SelectionError
-from kvkeep.spec import parse_ranges
+from kvkeep.spec import checked_count, parse_ranges
 
 #: One score per position, or one row of them per head; higher = keep.
 Scores: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | np.ndarray | mx.array

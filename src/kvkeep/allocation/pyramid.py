@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvkeep.allocation.uniform import checked_count
 from kvkeep.errors import BudgetError
+from kvkeep.spec import checked_count
 
 
 def pyramid_budgets(total_keep: int, n_layers: int, window: int, beta: int = 20) -> list[int]:

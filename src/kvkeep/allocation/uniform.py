@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-from typing import SupportsIndex
-
 import numpy as np
 
-from kvkeep.errors import BudgetError, ConfigError, KvkeepError
+from kvkeep.errors import BudgetError
+from kvkeep.spec import checked_count
 
 
 def uniform_counts(total_per_head: int, n_layers: int, n_heads: int) -> np.ndarray:
@@ -24,27 +22,3 @@ def uniform_counts(total_per_head: int, n_layers: int, n_heads: int) -> np.ndarr
     layers = checked_count("n_layers", n_layers, 1)
     heads = checked_count("n_heads", n_heads, 1)
     return np.full((layers, heads), rows, dtype=np.int64)
-
-
-def checked_count(
-    name: str,
-    value: SupportsIndex,
-    least: int,
-    error: type[KvkeepError] = ConfigError,
-) -> int:
-    """`value` as a Python int; NumPy's whole numbers count, bool and float do not.
-
-    Raises:
-        KvkeepError: of class `error`, when it is no whole number or less than `least`.
-    """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or number < least:
-        raise error(
-            f"bad value for {name}",
-            expected=f"a whole number >= {least}",
-            received=repr(value),
-        )
-    return number

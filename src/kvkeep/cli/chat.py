@@ -26,9 +26,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add `chat`: mlx-lm's own flags and the eviction flags."""
     parser = subparsers.add_parser(
         "chat",
-        help="talk over a cache that is compacted after each turn",
+        help="talk over a cache that is compacted before each answer",
         description="Talk to a model. The flags of mlx_lm.chat mean what they mean there. Where"
-        " stdin is no terminal, each line is a message.",
+        " stdin is no terminal, each line is a message. The rows of an answer are kept whole until"
+        " the next message.",
         parents=[setup_arg_parser()],
         add_help=False,  # comes with the parent
     )

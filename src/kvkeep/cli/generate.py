@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from typing import Any
 
 import mlx.core as mx
@@ -141,7 +142,7 @@ def _compare(
     options: dict[str, Any],
 ) -> None:
     """Answer twice over one prefill and print both answers in a table."""
-    seed = args.seed if args.seed is not None else int(mx.random.randint(0, 2**31 - 1).item())
+    seed = args.seed if args.seed is not None else random.randrange(2**31)
     console = Console(stderr=True, quiet=not args.verbose)
     with prompt_progress(shown=args.verbose) as progress:
         comparison = compare(

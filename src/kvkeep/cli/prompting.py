@@ -124,7 +124,7 @@ def _with_images(loaded: LoadedModel, text: str, files: list[str]) -> tuple[str,
     if processor is None:
         raise ConfigError(f"the model {loaded.name} does not take images (--image)")
     try:
-        from PIL import Image
+        from PIL import Image  # pyright: ignore[reportMissingImports]  # optional
     except ImportError as error:
         raise ConfigError(
             "--image needs the package Pillow", remedy="pip install pillow"

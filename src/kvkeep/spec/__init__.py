@@ -1,6 +1,7 @@
 """Frozen values that travel between the rooms."""
 
 from kvkeep.spec.budget import Budget
+from kvkeep.spec.checks import checked_count
 from kvkeep.spec.config import POOLINGS, STORES, EvictionConfig, parse_ranges
 from kvkeep.spec.results import CompactionTimes, SnapKVEvictionResult
 from kvkeep.spec.view import LayerSelection, LayerView, Selection, checked_positions
@@ -15,6 +16,7 @@ __all__ = [
     "LayerView",
     "Selection",
     "SnapKVEvictionResult",
+    "checked_count",
     "checked_positions",
     "parse_ranges",
 ]
