@@ -165,7 +165,7 @@ def attention_inputs(
     try:
         cache = make_prompt_cache(model)
         for start in range(0, len(tokens), step):
-            model(mx.array(tokens[start : start + step])[None], cache=cache)
+            model(mx.array(list(tokens[start : start + step]))[None], cache=cache)
             mx.eval([c.state for c in cache], [r.rows for r in recorders])
     finally:
         for owner, recorder in zip(owners, recorders, strict=True):
@@ -173,9 +173,7 @@ def attention_inputs(
     found = []
     for recorder in recorders:
         queries, keys = recorder.rows[::2], recorder.rows[1::2]
-        found.append(
-            (np.concatenate(queries, axis=2)[0], np.concatenate(keys, axis=2)[0])
-        )
+        found.append((np.concatenate(queries, axis=2)[0], np.concatenate(keys, axis=2)[0]))
     return found
 
 

@@ -127,7 +127,13 @@ def test_it_is_restored_after_an_exception() -> None:
 def test_the_answer_of_a_captured_call_is_the_stock_one() -> None:
     queries, keys = mx.random.normal((2, 4, 5, 8)), mx.random.normal((2, 2, 9, 8))
     sinks = mx.random.normal((4,))
-    for options in ({"mask": "causal"}, {"mask": None}, {"sinks": sinks}, {"mask": mx.ones((5, 9)) > 0}):
+    kinds: tuple[dict[str, Any], ...] = (
+        {"mask": "causal"},
+        {"mask": None},
+        {"sinks": sinks},
+        {"mask": mx.ones((5, 9)) > 0},
+    )
+    for options in kinds:
         right = STOCK(queries, keys, keys, scale=0.4, **options)
         with SnapKVAttentionCapture():
             out = mx.fast.scaled_dot_product_attention(queries, keys, keys, scale=0.4, **options)

@@ -88,7 +88,9 @@ def test_keeping_everything_is_stock_greedy_decoding(budget: Any, policy: str, s
 
 
 @pytest.mark.parametrize("config", [None, KEEP_ALL], ids=["off", "keep-all"])
-@pytest.mark.parametrize("prompt", ["w1 w2 w3", "<s> w1 w2", " ".join(f"w{i % 60}" for i in PROMPT)])
+@pytest.mark.parametrize(
+    "prompt", ["w1 w2 w3", "<s> w1 w2", " ".join(f"w{i % 60}" for i in PROMPT)]
+)
 def test_text_is_encoded_as_mlx_lm_encodes_it(prompt: str, config: Any) -> None:
     model = tiny_llama()
     assert_same(ours(model, prompt, config), theirs(model, prompt))
@@ -100,9 +102,7 @@ def test_no_config_is_mlx_lm_itself() -> None:
     assert_same(responses, theirs(model))
     assert all(response.kv is None for response in responses)
     cache, twin = make_prompt_cache(model), make_prompt_cache(model)
-    assert_same(
-        ours(model, config=None, prompt_cache=cache), theirs(model, prompt_cache=twin)
-    )
+    assert_same(ours(model, config=None, prompt_cache=cache), theirs(model, prompt_cache=twin))
     assert [layer.offset for layer in cache] == [layer.offset for layer in twin]
 
 
@@ -159,9 +159,7 @@ def test_generate_gives_the_whole_text(capsys: pytest.CaptureFixture[str]) -> No
     text = kvkeep.generate(model, tokenizer, PROMPT, config=EVICT, max_tokens=24)
     assert text == "".join(response.text for response in ours(model))
     assert capsys.readouterr().out == ""
-    again = kvkeep.generate(
-        model, tokenizer, PROMPT, config=EVICT, max_tokens=24, verbose=True
-    )
+    again = kvkeep.generate(model, tokenizer, PROMPT, config=EVICT, max_tokens=24, verbose=True)
     assert again == text
     assert capsys.readouterr().out == text + "\n"
     stock = mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=24)
@@ -331,8 +329,14 @@ def test_a_model_that_calls_mx_fast_itself_generates() -> None:
 
 def test_another_stream_gives_the_same() -> None:
     model = tiny_llama()
-    stream = mx.new_stream(mx.default_device())
-    assert tokens_of(ours(model, stream=stream)) == tokens_of(ours(model))
+    stream, used = mx.new_stream(mx.default_device()), []
+
+    def watch(*_: int) -> None:
+        used.append(mx.default_stream(mx.default_device()))
+
+    responses = ours(model, stream=stream, prompt_progress_callback=watch)
+    assert tokens_of(responses) == tokens_of(ours(model))
+    assert used == [stream, stream]  # the prompt is read on the stream that decodes
 
 
 @pytest.mark.parametrize("config", [KEEP_ALL, EVICT], ids=["keep-all", "evict"])
@@ -373,4 +377,4 @@ def test_the_recommended_config_is_the_default() -> None:
     responses = list(kvkeep.stream_generate(tiny_llama(), word_tokenizer(), long, max_tokens=2))
     assert responses[0].kv is not None
     assert responses[0].kv.retained_tokens == 399 // 4
-    assert kvkeep.RECOMMENDED == EvictionConfig.parse({"policy": "snapkv", "budget": "25%"})
+    assert EvictionConfig.parse({"policy": "snapkv", "budget": "25%"}) == kvkeep.RECOMMENDED

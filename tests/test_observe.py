@@ -28,9 +28,7 @@ W = 16
 
 def prefill(model: Any, tokens: list[int], cache: list[Any], step: int = 2048) -> Observation:
     layers = list(range(len(cache)))
-    return observed_prefill(
-        model, tokens, cache, layers, window=W, policy="snapkv", step=step
-    )
+    return observed_prefill(model, tokens, cache, layers, window=W, policy="snapkv", step=step)
 
 
 def queries_of(seen: Observation) -> list[np.ndarray]:
@@ -150,9 +148,7 @@ def test_two_threads_prefill_two_requests_at_once() -> None:
     assert not errors
     for number in range(2):
         for layer, (queries, _) in enumerate(right[number]):
-            np.testing.assert_allclose(
-                seen[number][layer], queries[:, -W:], atol=2e-5, rtol=2e-5
-            )
+            np.testing.assert_allclose(seen[number][layer], queries[:, -W:], atol=2e-5, rtol=2e-5)
 
 
 def peak_bytes(model: Any, tokens: list[int], observed: bool) -> int:

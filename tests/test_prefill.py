@@ -91,9 +91,7 @@ def test_a_model_that_cannot_be_seen_is_refused_before_anything_is_computed(
 def test_the_reason_fits_the_policy() -> None:
     model = tiny_model("gemma2")
     with pytest.raises(UnsupportedModelError, match="use policy 'snapkv-d'"):
-        observed_prefill(
-            model, TOKENS, make_prompt_cache(model), [0, 1], window=8, policy="snapkv"
-        )
+        observed_prefill(model, TOKENS, make_prompt_cache(model), [0, 1], window=8, policy="snapkv")
     with pytest.raises(UnsupportedModelError) as caught:
         observed_prefill(
             model,

@@ -315,7 +315,7 @@ def _whole_from(layer: Any) -> int:
         return layer.offset
     rows = table.shape[1]
     whole = table - np.arange(rows) == layer.offset - rows
-    return 0
+    return layer.offset - int(whole.sum(axis=1).min())
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
