@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from bare_models import attention_inputs, cache_bytes, tiny_model, window_weights
+from bare_models import (
+    PartlySeenModel,
+    attention_inputs,
+    cache_bytes,
+    tiny_model,
+    window_weights,
+)
 from kvkeep import (
     Budget,
     EvictionConfig,
@@ -19,6 +25,7 @@ from kvkeep import (
     compact_prompt_cache,
     evict_selection,
 )
+from kvkeep.attention import install
 from kvkeep.compaction import cache_nbytes, prefill_and_compact, store_selection
 from kvkeep.errors import UnsupportedModelError
 from oracles import evicted_mask, greedy, logits_of, numpy_llama, prefilled
@@ -142,6 +149,22 @@ def test_a_model_that_calls_mx_fast_itself_is_compacted_and_decodes(step: int) -
     _, logits = greedy(model, result.cache, 5, 6)
     assert np.isfinite(logits).all()
     assert [(layer.offset, layer.size()) for layer in result.cache] == [(266, 54)] * 2
+
+
+@pytest.mark.parametrize("step", [7, 2048])
+def test_a_partly_seen_model_is_scored_over_all_its_layers(step: int) -> None:
+    model = PartlySeenModel(seen=[True, False, True], sliding=[False] * 3)
+    install()
+    result = compact_prompt_cache(
+        model, TOKENS, config=config_of("snapkv-d"), prefill_step_size=step
+    )
+    weights = [window_weights(q, k, 6) for q, k in attention_inputs(model, TOKENS)]
+    for some in (weights[1:2], weights[::2]):  # the layers of either kind alone keep others
+        assert best(np.asarray(sum(w.sum(axis=(0, 1)) for w in some)), 16, 4, 2) != list(
+            result.cache[0].positions
+        )
+    total = np.asarray(sum(w.sum(axis=(0, 1)) for w in weights))
+    assert [list(layer.positions) for layer in result.cache] == [best(total, 16, 4, 2)] * 3
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def prefill_and_compact(
     layers = evictable_layers(model, cache)
     length = len(tokens) + cache[layers[0]].offset
     rows = len(tokens) + cache[layers[0]].size()
-    whole = length <= config.min_tokens or rows <= _known_rows(config.budget, length)
+    whole = length <= config.min_tokens or rows <= _known_rows(config.limit, length)
     if not whole:
         require_choosable(cache, layers, config, policy)
         _require_room(cache, layers, config, length)
@@ -222,7 +222,7 @@ def _require_room(cache: list[Any], layers: list[int], config: EvictionConfig, l
     Raises:
         BudgetError: it is.
     """
-    keep = _known_rows(config.budget, length)
+    keep = _known_rows(config.limit, length)
     if keep and all(is_plain(cache[i]) for i in layers):
         inside = np.zeros(length, dtype=np.bool_)
         for first, stop in config.protect:
@@ -231,7 +231,7 @@ def _require_room(cache: list[Any], layers: list[int], config: EvictionConfig, l
             raise BudgetError(
                 f"a budget of {keep} rows cannot hold {protected} protected positions",
                 expected=f"at least {protected} rows per head",
-                received=f"{config.budget} of {length} positions",
+                received=f"{config.limit} of {length} positions",
                 remedy="Raise the budget or protect fewer positions.",
             )
 
@@ -278,7 +278,7 @@ def choose_observed(
     for index in layers:
         _require_offset(cache[index].offset, offset, index)
         layer_rows(cache[index])
-    keep = config.budget.rows(
+    keep = config.limit.rows(
         offset,
         bytes_per_row=sum(bytes_per_row(cache[i]) for i in layers),
         fixed_bytes=cache_nbytes(cache) - sum(live_nbytes(cache[i]) for i in layers),
@@ -314,7 +314,7 @@ def _require_offset(offset: int, expected: int, index: int) -> None:
 
 
 def _result(cache: list[Any], selection: Selection, before: int) -> SnapKVEvictionResult:
-    counts = [count for index in selection.layers for count in cache[index].live_head_rows]
+    counts = [count for layer in cache if is_compact(layer) for count in layer.live_head_rows]
     length = selection.source_length
     retained_tokens = round(sum(counts) / len(counts)) if counts else length
     return SnapKVEvictionResult(

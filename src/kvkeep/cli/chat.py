@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         prefill_step_size=prefill_step(args.prefill_step_size),
     )
     if screen.interactive:
-        kept = "everything" if config is None else f"{config.policy}, {config.budget}"
+        kept = "everything" if config is None else f"{config.policy}, {config.limit}"
         screen.note(f"{args.model}; keeps {kept}")
         screen.note(_HELP)
     _talk(conversation, screen)

@@ -70,7 +70,7 @@ def comparison_table(comparison: Comparison, config: EvictionConfig) -> Table:
     table = Table(show_lines=False, expand=False)
     table.add_column("", style="bold", no_wrap=True)
     table.add_column("exact", ratio=1)
-    table.add_column(f"{config.policy}, {config.budget}", ratio=1)
+    table.add_column(f"{config.policy}, {config.limit}", ratio=1)
     table.add_column("ratio", justify="right", no_wrap=True)
 
     def row(name: str, shown: Sequence[str], values: Sequence[float | None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.errors import ConfigError
@@ -21,7 +21,7 @@ class EvictionConfig:
 
     Attributes:
         policy: registered policy name (see `kvkeep.policies`).
-        budget: a `Budget`, or anything `Budget.parse` reads.
+        budget: anything `Budget.parse` reads; it is read at once, and `limit` is the result.
         allocation: registered allocation name.
         store: "shared" (one set per layer), "per-head", or "auto": what the policy scores.
         window: W, the last prompt queries that score; None is the policy's default.
@@ -40,7 +40,7 @@ class EvictionConfig:
     """
 
     policy: str = "snapkv-d"
-    budget: Budget = field(default=Budget(512))
+    budget: Budget | int | float | str = Budget(512)
     allocation: str = "uniform"
     store: str = "auto"
     window: int | None = None
@@ -75,6 +75,11 @@ class EvictionConfig:
         _require_int("score_chunk_size", self.score_chunk_size, 1)
         boolean = isinstance(self.guarantee_sinks, bool)
         _require(boolean, "guarantee_sinks", "true or false", self.guarantee_sinks)
+
+    @property
+    def limit(self) -> Budget:
+        """`budget` as a `Budget`."""
+        return Budget.parse(self.budget)
 
     @classmethod
     def parse(
