@@ -56,7 +56,7 @@ def test_a_second_turn_is_compacted_exactly(settings: dict[str, Any], step: int)
     after_first = [heads_of(layer) for layer in cache]
     result = prefill_and_compact(model, SECOND, cache, config, step=step)
     after_second = [heads_of(layer) for layer in cache]
-    keep = config.budget.rows(90)
+    keep = config.limit.rows(90)
     assert (result.evicted, result.true_offset, result.retained_tokens) == (True, 90, keep)
     assert result.cache is cache
     mask = np.zeros((2, 2, 93, 93), bool)

@@ -40,7 +40,7 @@ class EvictionConfig:
     """
 
     policy: str = "snapkv-d"
-    budget: Budget | int | float | str = Budget(512)
+    budget: Budget | int | float | str = 512
     allocation: str = "uniform"
     store: str = "auto"
     window: int | None = None
