@@ -80,7 +80,7 @@ format: setup ## let ruff mend and format what it can
 	$(BIN)/ruff format .
 
 bench: setup ## the benchmarks, as ratios with their spread
-	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(PY) $$file; done
+	$(PY) benchmarks/run.py
 
 build: setup ## the wheel, in dist/
 	rm -rf dist

@@ -117,12 +117,13 @@ def test_a_range_protected_late_keeps_what_each_head_still_has_of_it() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_turn_that_still_fits_evicts_nothing(policy: str) -> None:
+def test_a_turn_that_still_fits_evicts_nothing_more(policy: str) -> None:
     model = tiny_llama()
     cache, twin = (compacted(model, config_of(policy)) for _ in range(2))
     result = prefill_and_compact(model, SECOND, cache, config_of(policy, budget=54))
     logits_of(model, twin, SECOND)
-    assert (result.evicted, result.true_offset) == (False, 90)
+    assert (result.evicted, result.retained_tokens) == (True, 54)  # rows of the first turn
+    assert (result.kv_layers, result.true_offset) == (0, 90)
     assert [layer.size() for layer in cache] == [54, 54]
     assert [repr(c) for c in cache_bytes(cache)] == [repr(c) for c in cache_bytes(twin)]
 

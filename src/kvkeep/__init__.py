@@ -16,6 +16,8 @@ from kvkeep.compaction import (  # noqa: E402
     evict_prompt_cache,
     evict_selection,
 )
+from kvkeep.comparing import compare  # noqa: E402
+from kvkeep.conversation import Conversation  # noqa: E402
 from kvkeep.errors import KvkeepError  # noqa: E402
 from kvkeep.generation import RECOMMENDED, generate, stream_generate  # noqa: E402
 from kvkeep.policies import get_policy  # noqa: E402
@@ -47,6 +49,7 @@ __all__ = [
     "RECOMMENDED",
     "BatchPositionPreservingKVCache",
     "Budget",
+    "Conversation",
     "EvictionConfig",
     "KvkeepError",
     "LayerSelection",
@@ -57,6 +60,7 @@ __all__ = [
     "SnapKVAttentionCapture",
     "SnapKVEvictionResult",
     "compact_prompt_cache",
+    "compare",
     "evict_prompt_cache",
     "evict_selection",
     "generate",
