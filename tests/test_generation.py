@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import mlx.core as mx
@@ -152,6 +153,15 @@ def test_what_a_response_reports() -> None:
         assert kv.times.prefill > 0
     seconds = responses[0].prompt_tokens / responses[0].prompt_tps
     assert seconds >= responses[0].kv.times.prefill  # the whole prompt, nothing left out
+
+
+def test_a_response_is_mlx_lms_with_one_field_more() -> None:
+    stock_class = type(theirs(tiny_llama(), max_tokens=1)[0])
+    response = ours(tiny_llama(), max_tokens=1)[0]
+    assert isinstance(response, stock_class)
+    assert vars(response).keys() - {field.name for field in fields(stock_class)} == {"kv"}
+    # In mlx_lm itself the name means the function, not the module that defines the class.
+    assert not hasattr(mlx_lm.generate, "GenerationResponse")
 
 
 def test_generate_gives_the_whole_text(capsys: pytest.CaptureFixture[str]) -> None:
