@@ -235,7 +235,7 @@ class Conversation:
         """Make tokens and cache agree on what was read, whatever cut the turn short."""
         if turn.kv is not None:
             self.kv = turn.kv
-            self._compactions += turn.kv.evicted
+            self._compactions += turn.kv.kv_layers > 0
         if turn.read is None:
             return
         offsets = [_offset_of(layer) for layer in self.cache]
