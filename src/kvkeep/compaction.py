@@ -26,6 +26,7 @@ from kvkeep.caches import (
     is_plain,
     layer_rows,
     live_nbytes,
+    request_seam,
     require_evictable,
     retained,
 )
@@ -315,6 +316,8 @@ def _require_offset(offset: int, expected: int, index: int) -> None:
 
 def _result(cache: list[Any], selection: Selection, before: int) -> SnapKVEvictionResult:
     counts = [count for layer in cache if is_compact(layer) for count in layer.live_head_rows]
+    if len({layer.size() for layer in cache if is_plain(layer) or is_compact(layer)}) > 1:
+        request_seam()  # a mask array that the model sizes by one layer fits no other
     length = selection.source_length
     retained_tokens = round(sum(counts) / len(counts)) if counts else length
     return SnapKVEvictionResult(

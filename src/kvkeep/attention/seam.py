@@ -19,7 +19,8 @@ import mlx_lm.models.base as base
 
 from kvkeep.attention import capture
 from kvkeep.attention.observe import observer_of
-from kvkeep.caches import on_seam_needed
+from kvkeep.caches import CompactCache, is_window_mask, on_seam_needed
+from kvkeep.errors import UnsupportedModelError
 
 _NAME = "scaled_dot_product_attention"
 _lock = threading.Lock()
@@ -116,9 +117,29 @@ def _attend(
     mask: Any,
     sinks: mx.array | None,
 ) -> mx.array:
-    if getattr(cache, "owns_attention", False):
+    if getattr(cache, "owns_attention", False) or _of_another_layer(mask, cache):
         return cache.attend(_original, queries, keys, values, scale=scale, sinks=sinks)
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _of_another_layer(mask: Any, cache: Any) -> bool:
+    """Whether a model's mask was sized by a layer with other rows than this compact cache.
+
+    Raises:
+        UnsupportedModelError: it says more than "causal", which these rows would lose.
+    """
+    if not isinstance(mask, mx.array) or not isinstance(cache, CompactCache):
+        return False
+    if mask.shape[-1] == cache.size():
+        return False
+    if mask.dtype != mx.bool_ or is_window_mask(mask):
+        raise UnsupportedModelError(
+            "the model's mask is made for a layer with other rows, and is no plain causal one",
+            expected=f"a mask over {cache.size()} rows",
+            received=f"{mask.dtype} over {mask.shape[-1]} rows",
+            remedy="Keep equally many rows in every layer.",
+        )
+    return True
 
 
 on_seam_needed(install)

@@ -3,6 +3,7 @@
 from kvkeep.caches.base import CompactCache
 from kvkeep.caches.batch import BatchPositionPreservingKVCache
 from kvkeep.caches.compact import PositionPreservingKVCache
+from kvkeep.caches.masks import is_window_mask
 from kvkeep.caches.mixing import accept_compact_in_stock_batches
 from kvkeep.caches.protocol import OwnsAttention, on_seam_needed, request_seam
 from kvkeep.caches.quantized import PositionPreservingQuantizedKVCache
@@ -29,6 +30,7 @@ __all__ = [
     "is_compact",
     "is_exact",
     "is_plain",
+    "is_window_mask",
     "layer_positions",
     "layer_rows",
     "live_nbytes",

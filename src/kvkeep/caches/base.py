@@ -9,7 +9,7 @@ import numpy as np
 
 from kvkeep.caches.contract import MlxCache
 from kvkeep.caches.ledger import PositionLedger, check_trim
-from kvkeep.caches.masks import for_query_heads, padded_causal_mask
+from kvkeep.caches.masks import for_query_heads, noted_window_mask, padded_causal_mask
 from kvkeep.caches.protocol import AttentionFunction, request_seam
 from kvkeep.errors import CacheError
 
@@ -141,6 +141,7 @@ class CompactCache(MlxCache):
         if window_size is not None:
             return self._window_mask(n, window_size)
         if return_array:
+            request_seam()  # the model hands this to all layers, whose rows may be others
             return padded_causal_mask(((0,),), rows, n)[0, 0]
         return None if n == 1 else "causal"
 
@@ -154,7 +155,8 @@ class CompactCache(MlxCache):
         start, offset = self._ledger.start, self._ledger.offset
         rows = mx.concatenate([self._ledger.table()[0], mx.arange(start, offset + n)])
         tokens = mx.arange(offset, offset + n)[:, None]
-        return (rows <= tokens) & (tokens < rows + window_size)
+        request_seam()
+        return noted_window_mask((rows <= tokens) & (tokens < rows + window_size))
 
     def attend(
         self,
@@ -167,9 +169,12 @@ class CompactCache(MlxCache):
         sinks: mx.array | None,
     ) -> mx.array:
         """Attention with this cache's own mask (see `OwnsAttention`)."""
-        mask = padded_causal_mask((self._ledger.pads,), self._ledger.rows, queries.shape[2])
-        if not hasattr(self, "bits"):  # mlx-lm's quantised attention wants KV heads
-            mask = for_query_heads(mask, queries.shape[1])
+        n = queries.shape[2]
+        mask: mx.array | str | None = None if n == 1 else "causal"
+        if not self._ledger.even:
+            mask = padded_causal_mask((self._ledger.pads,), self._ledger.rows, n)
+            if not hasattr(self, "bits"):  # mlx-lm's quantised attention wants KV heads
+                mask = for_query_heads(mask, queries.shape[1])
         return attention(queries, keys, values, cache=self, scale=scale, mask=mask, sinks=sinks)
 
     # -- bytes and state ---------------------------------------------------------------

@@ -39,3 +39,14 @@ def for_query_heads(mask: mx.array, query_heads: int) -> mx.array:
     """Repeat a per-KV-head mask [B, H_kv, n, rows] for its query heads [B, H_q, n, rows]."""
     heads = mask.shape[1]
     return mask if heads in (1, query_heads) else mx.repeat(mask, query_heads // heads, axis=1)
+
+
+def noted_window_mask(mask: mx.array) -> mx.array:
+    """The mask itself, once `is_window_mask` knows it (this thread's last one)."""
+    _last.window = mask
+    return mask
+
+
+def is_window_mask(mask: mx.array) -> bool:
+    """Whether a compact cache made this mask for a sliding window."""
+    return getattr(_last, "window", None) is mask
