@@ -24,6 +24,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("attention",),
     ("choosing",),
     ("compaction",),
+    ("suite",),
     ("reuse",),
     ("generation",),
     ("comparing",),

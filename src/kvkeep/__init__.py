@@ -40,6 +40,14 @@ from kvkeep.spec import (  # noqa: E402
     Selection,
     SnapKVEvictionResult,
 )
+from kvkeep.suite import (  # noqa: E402
+    SelectionInfo,
+    attention_window_scores,
+    copy_cache,
+    dense_kv,
+    select_cache,
+    select_positions,
+)
 
 __version__ = "0.1.0"
 
@@ -57,10 +65,14 @@ __all__ = [
     "PositionPreservingKVCache",
     "PositionPreservingQuantizedKVCache",
     "Selection",
+    "SelectionInfo",
     "SnapKVAttentionCapture",
     "SnapKVEvictionResult",
+    "attention_window_scores",
     "compact_prompt_cache",
     "compare",
+    "copy_cache",
+    "dense_kv",
     "evict_prompt_cache",
     "evict_selection",
     "generate",
@@ -69,6 +81,8 @@ __all__ = [
     "pyramid_budgets",
     "random_indices",
     "save_prompt_cache",
+    "select_cache",
+    "select_positions",
     "sink_recent_indices",
     "snapkv_keep_indices",
     "stream_generate",

@@ -1,6 +1,6 @@
 """Which rows matter: pure scores, one policy a file."""
 
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Policy, check_options
 from kvkeep.policies.registry import POLICIES, get_policy, policy_of
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.snapkv_d import SnapKVD
@@ -11,6 +11,7 @@ __all__ = [
     "Policy",
     "SnapKV",
     "SnapKVD",
+    "check_options",
     "get_policy",
     "policy_of",
     "pooled",

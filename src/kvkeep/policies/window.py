@@ -117,13 +117,14 @@ def window_mass(view: LayerView) -> mx.array:
     return mass
 
 
-def pooled(scores: mx.array, kernel: int, kind: str) -> mx.array:
-    """Sliding "avg" (zero padding, constant divisor) or "max" over positions, stride 1.
+def pooled(scores: mx.array, kernel: int, kind: str, *, edge: bool = False) -> mx.array:
+    """Sliding "avg" (constant divisor) or "max" over positions, stride 1.
 
     Args:
         scores: [H, T] float32, non-negative.
         kernel: odd width; 1 and "none" leave the scores as they are.
         kind: "avg", "max" or "none".
+        edge: pad with the first and the last score instead of zeros.
 
     Returns:
         [H, T] float32.
@@ -131,7 +132,7 @@ def pooled(scores: mx.array, kernel: int, kind: str) -> mx.array:
     if kind == "none" or kernel == 1 or scores.shape[-1] == 0:
         return scores
     side = kernel // 2
-    padded = mx.pad(scores, [(0, 0), (side, side)])
+    padded = mx.pad(scores, [(0, 0), (side, side)], mode="edge" if edge else "constant")
     if kind == "max":
         return _sliding(padded, kernel, mx.maximum)
     return _sliding(padded, kernel, mx.add) / kernel
