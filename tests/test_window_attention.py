@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import kvkeep.policies.snapkv as snapkv_module
+import kvkeep.policies.grouping as grouping_module
 import kvkeep.policies.window as window_module
 from kvkeep import LayerView, get_policy
 from kvkeep.policies import window_attention, window_mass
@@ -154,7 +154,7 @@ def test_scoring_memory_is_bounded(
 ) -> None:
     """The bound of the slow test below with everything, pieces as well, a quarter the size."""
     length = 32_768
-    for module in (window_module, snapkv_module):
+    for module in (window_module, grouping_module):
         monkeypatch.setattr(module, "PIECE_BYTES", window_module.PIECE_BYTES // 4)
     assert scoring_peak(policy, 8, length, dtype) <= 16 * MB + 4 * 32 * length
 

@@ -35,8 +35,19 @@ class Chooser:
     seen: Observation
 
     def choose(self, cache: list[Any], layers: list[int]) -> dict[int, LayerSelection]:
-        """Kept positions of each of these layers, per head or shared as the store asks."""
-        if self.policy.scope == "model":
+        """Kept positions of each of these layers, per head or shared as the store asks.
+
+        A model that attends where the seam cannot see it builds one mask from its first cache
+        and lays it over all layers and heads. After a trim below the compaction point that is
+        right only where all of them hold the same positions, so such a model gets one set,
+        from the mean score over layers and heads.
+
+        Raises:
+            CacheError: one set is needed, and layers or heads hold different positions.
+        """
+        if not self.seen.all_seen:
+            require_choosable(cache, layers, self.config, self.policy, one_set=True)
+        if self.policy.scope == "model" or not self.seen.all_seen:
             return dict.fromkeys(layers, self._model([cache[i] for i in layers], layers))
         return {index: self._layer(cache[index], index) for index in layers}
 
@@ -53,7 +64,11 @@ class Chooser:
         for cache, index in zip(caches, layers, strict=True):
             if capture is not None and index not in self.seen.observers:
                 continue  # among the captured ones
-            total = total + self.policy.score(self._view(cache, index)).sum(axis=0, keepdims=True)
+            scores = self.policy.score(self._view(cache, index))
+            if self.policy.scope == "model":
+                total = total + scores.sum(axis=0, keepdims=True)
+            else:
+                total = total + scores.mean(axis=0, keepdims=True) / len(layers)
             mx.eval(total)
         return self._select(total, caches[0])
 
@@ -100,9 +115,17 @@ class Chooser:
 
 
 def require_choosable(
-    cache: list[Any], layers: list[int], config: EvictionConfig, policy: Policy
+    cache: list[Any],
+    layers: list[int],
+    config: EvictionConfig,
+    policy: Policy,
+    *,
+    one_set: bool = False,
 ) -> None:
     """Refuse layers whose present positions the policy or the store cannot work on.
+
+    Args:
+        one_set: the model needs one set of positions for all its layers and heads.
 
     Raises:
         CacheError: layers or heads hold different positions and one set for all of them is
@@ -113,9 +136,10 @@ def require_choosable(
         for i in layers
     ]
     by_head = any(len(positions) > 1 for positions in held)
-    if policy.scope == "model":
+    if policy.scope == "model" or one_set:
         differ = by_head or any(not np.array_equal(positions, held[0]) for positions in held)
-        asked = f"policy {policy.name!r} keeps one set of rows for the whole model"
+        who = "this model's own attention" if one_set else f"policy {policy.name!r}"
+        asked = f"{who} keeps one set of rows for the whole model"
     else:
         differ = by_head and config.store == "shared"
         asked = "store 'shared' keeps one set of rows for all heads of a layer"

@@ -197,7 +197,7 @@ def prefill_and_compact(
             model,
             tokens,
             cache,
-            layers,
+            [] if whole else layers,  # nothing is asked of a model that keeps every row
             window=0 if whole else policy.observation_window,
             policy=policy.name,
             allow_capture=policy.scope == "model",

@@ -91,22 +91,30 @@ def observing(
                 delattr(cache[layer], _ATTRIBUTE)
 
 
-def require_visible(observers: Mapping[int, WindowObserver], model: object, policy: str) -> None:
+def require_visible(
+    observers: Mapping[int, WindowObserver], model: object, policy: str, *, queries: bool = True
+) -> None:
     """Refuse a model whose attention the seam cannot follow, after its first forward.
+
+    Args:
+        queries: whether the policy needs them; one that does not is content with a model
+            whose attention is not seen at all.
 
     Raises:
         UnsupportedModelError: names the model, the reason and what would work.
     """
     name = model_name(model)
     unseen = [layer for layer, observer in observers.items() if observer.calls == 0]
-    if unseen:
-        other = ", or, where the model calls mx.fast attention itself, use policy 'snapkv-d'"
+    if unseen and queries:
+        other = ", use a policy that needs no queries (`kvkeep policies` lists them)"
+        if policy != "snapkv-d":
+            other += ", or, where the model calls mx.fast attention itself, use policy 'snapkv-d'"
         raise UnsupportedModelError(
             f"model {name!r} computes attention on its own in {len(unseen)} of"
             f" {len(observers)} layers, so policy {policy!r} cannot see its queries",
             expected="attention through mlx_lm.models.base.scaled_dot_product_attention",
             received=f"none in layers {_few(unseen)}",
-            remedy=f"Run it with eviction off{'' if policy == 'snapkv-d' else other}.",
+            remedy=f"Run it with eviction off{other}.",
         )
     shared = [layer for layer, observer in observers.items() if observer.calls > 1]
     if shared:
@@ -120,7 +128,7 @@ def require_visible(observers: Mapping[int, WindowObserver], model: object, poli
     if biased:
         raise UnsupportedModelError(
             f"model {name!r} adds positional scores to its attention through the mask,"
-            f" which policy {policy!r} would leave out",
+            + (f" which policy {policy!r} would leave out" if queries else " for every position"),
             expected="a boolean or causal mask",
             received=f"a float mask in layers {_few(biased)}",
             remedy="Run it with eviction off.",

@@ -28,6 +28,11 @@ class Observation:
     observers: Mapping[int, WindowObserver]
     capture: SnapKVAttentionCapture | None = None
 
+    @property
+    def all_seen(self) -> bool:
+        """Whether every observed layer's attention went through the seam."""
+        return all(observer.calls for observer in self.observers.values())
+
 
 def observed_prefill(
     model: Any,
@@ -49,14 +54,16 @@ def observed_prefill(
 
     Args:
         layers: cache indices that will be evicted; they are observed.
-        window: W; 0 observes nothing.
+        window: W; 0 keeps no query, for policies that need none: a model whose queries
+            cannot be seen is then accepted.
         policy: named in refusals.
         allow_capture: let a model that calls `mx.fast` attention itself be scored by
             `SnapKVAttentionCapture` (scores of the whole model only).
 
     Raises:
-        UnsupportedModelError: the window's queries cannot be seen. Raised after the
-            first chunk was built and before it was computed.
+        UnsupportedModelError: the window's queries cannot be seen; or the seam sees that
+            several layers read one cache, or that attention's mask carries scores. Raised
+            after the first chunk was built and before it was computed.
     """
     seam.install(model)
     total, done = len(tokens), 0
@@ -73,13 +80,13 @@ def observed_prefill(
                     model(chunk, cache=cache)
             else:
                 model(chunk, cache=cache)
-            if done == 0 and window:
+            if done == 0:
                 if capture is not None and (
                     capture.calls == 0 or len(_seen(observers)) == len(layers)
                 ):
                     capture = None
                 seen = observers if capture is None else _seen(observers)
-                require_visible(seen, model, policy)
+                require_visible(seen, model, policy, queries=window > 0)
             windows = [o.queries for o in observers.values() if o.queries is not None]
             mx.eval([c.state for c in cache], windows)
             done += chunk.shape[1]

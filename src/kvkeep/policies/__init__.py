@@ -1,13 +1,17 @@
 """Which rows matter: pure scores, one policy a file."""
 
 from kvkeep.policies.base import Policy, check_options
+from kvkeep.policies.cake import Cake
+from kvkeep.policies.chunkkv import ChunkKV
 from kvkeep.policies.registry import POLICIES, get_policy, policy_of
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.snapkv_d import SnapKVD
-from kvkeep.policies.window import pooled, window_attention, window_mass
+from kvkeep.policies.window import pooled, window_attention, window_mass, window_moments
 
 __all__ = [
     "POLICIES",
+    "Cake",
+    "ChunkKV",
     "Policy",
     "SnapKV",
     "SnapKVD",
@@ -17,4 +21,5 @@ __all__ = [
     "pooled",
     "window_attention",
     "window_mass",
+    "window_moments",
 ]

@@ -18,15 +18,21 @@ class Policy(Protocol):
     Attributes:
         name: what flags and requests call it.
         needs: the parts of a `LayerView` that it reads; nothing else is computed for it.
+            The shape of `keys` is always there.
         scope: "head" scores stand for themselves; "model" scores are contributions that
             are summed over all heads and layers into one set of rows.
-        summary: one line: formula, whether it knows the question, source.
+        query_aware: whether the scores depend on the prompt's last queries: rows that fit one
+            question may be the wrong ones for the next.
+        summary: the formula in one line.
+        source: paper, code or pull request that it comes from, in a few words.
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[Need]]
     scope: ClassVar[Scope]
+    query_aware: ClassVar[bool]
     summary: ClassVar[str]
+    source: ClassVar[str]
 
     @property
     def observation_window(self) -> int:

@@ -8,14 +8,39 @@ from typing import Any
 
 from kvkeep.errors import ConfigError
 from kvkeep.policies.base import Policy
+from kvkeep.policies.cake import Cake
+from kvkeep.policies.chunkkv import ChunkKV
+from kvkeep.policies.cur import Cur
+from kvkeep.policies.keydiff import KeyDiff
+from kvkeep.policies.knorm import Knorm
+from kvkeep.policies.lagkv import LagKV
+from kvkeep.policies.random import Random
+from kvkeep.policies.sink_recent import SinkRecent
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.snapkv_d import SnapKVD
+from kvkeep.policies.tova import Tova
 from kvkeep.spec import EvictionConfig
 
-POLICIES: dict[str, type[Any]] = {cls.name: cls for cls in (SnapKVD, SnapKV)}
+_CLASSES: tuple[type[Any], ...] = (
+    SnapKVD,
+    SnapKV,
+    ChunkKV,
+    Cake,
+    Tova,
+    LagKV,
+    KeyDiff,
+    Knorm,
+    Cur,
+    SinkRecent,
+    Random,
+)
+POLICIES: dict[str, type[Any]] = {cls.name: cls for cls in _CLASSES}
 
-# Settings of an EvictionConfig that are options of some policies.
-_OPTIONS = ("window", "pool_kernel", "pooling")
+# Settings of an EvictionConfig that are options of some policies: None leaves the policy's
+# default, and a policy without the option refuses what is set.
+_OPTIONS = ("window", "pool_kernel", "pooling", "chunk_size", "lag", "cross", "gamma")
+# Settings that every config has: they reach the policies that have them as options.
+_COMMON = ("seed", "sink_tokens")
 
 
 def get_policy(name: str, **options: Any) -> Policy:
@@ -51,4 +76,8 @@ def policy_of(config: EvictionConfig) -> Policy:
     Raises:
         ConfigError: the name or an option is unknown.
     """
-    return get_policy(config.policy, **{name: getattr(config, name) for name in _OPTIONS})
+    options = {name: getattr(config, name) for name in _OPTIONS}
+    if (policy := POLICIES.get(config.policy)) is not None:
+        own = {field.name for field in dataclasses.fields(policy)}
+        options |= {name: getattr(config, name) for name in _COMMON if name in own}
+    return get_policy(config.policy, **options)

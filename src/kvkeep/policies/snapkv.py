@@ -8,7 +8,8 @@ from typing import ClassVar
 import mlx.core as mx
 
 from kvkeep.policies.base import Need, Scope, check_options
-from kvkeep.policies.window import PIECE_BYTES, pooled, window_mass
+from kvkeep.policies.grouping import grouped
+from kvkeep.policies.window import window_mass
 from kvkeep.spec import LayerView
 
 
@@ -41,7 +42,9 @@ class SnapKV:
     name: ClassVar[str] = "snapkv"
     needs: ClassVar[frozenset[Need]] = frozenset({"queries", "keys"})
     scope: ClassVar[Scope] = "head"
+    query_aware: ClassVar[bool] = True
     summary: ClassVar[str] = "attention of the last W queries per KV head, pooled over positions"
+    source: ClassVar[str] = "SnapKV, arXiv:2404.14469"
 
     def __post_init__(self) -> None:
         check_options(window=self.window, pool_kernel=self.pool_kernel, pooling=self.pooling)
@@ -59,19 +62,9 @@ class SnapKV:
         """[H_kv, T] float32; window rows hold the layer's maximum + 1."""
         kv_heads, length, _ = view.keys.shape
         mass = window_mass(view)
-        group = len(mass) // kv_heads
         width = view.queries.shape[1]  # type: ignore[union-attr]  # window_mass refused None
-        prefix = length - width
-        if prefix == 0:
-            return mx.ones((kv_heads, length))
-        # A few heads at once: pooling takes several arrays of the size of what it pools.
-        heads = max(PIECE_BYTES // (16 * group * length), 1)
-        blocks = []
-        for first in range(0, len(mass), heads * group):
-            block = mass[first : first + heads * group, :prefix] / width
-            block = pooled(block, self.pool_kernel, self.pooling)
-            blocks.append(block.reshape(-1, group, prefix).mean(axis=1))
-            mx.eval(blocks[-1])
-        scores = mx.concatenate(blocks, axis=0)
-        window = mx.broadcast_to(scores.max() + 1, (kv_heads, width))
-        return mx.concatenate([scores, window], axis=1)
+
+        def mean(first: int, stop: int) -> mx.array:
+            return mass[first:stop, : length - width] / width
+
+        return grouped(mean, len(mass), kv_heads, length, width, self.pool_kernel, self.pooling)

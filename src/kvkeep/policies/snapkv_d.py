@@ -30,7 +30,9 @@ class SnapKVD:
     name: ClassVar[str] = "snapkv-d"
     needs: ClassVar[frozenset[Need]] = frozenset({"queries", "keys"})
     scope: ClassVar[Scope] = "model"
+    query_aware: ClassVar[bool] = True
     summary: ClassVar[str] = "attention of the last W queries, summed over heads and layers"
+    source: ClassVar[str] = "mlx-lm pull request 1518"
 
     def __post_init__(self) -> None:
         check_options(window=self.window)

@@ -85,6 +85,23 @@ def window_mass(view: LayerView) -> mx.array:
     Raises:
         ConfigError: the view has no queries, or more of them than keys.
     """
+    return _over_window(view, _sum_window)
+
+
+def window_moments(view: LayerView) -> mx.array:
+    """As `window_mass`, with the sum of the squared weights beside it: [2, H_q, T] float32.
+
+    Raises:
+        ConfigError: the view has no queries, or more of them than keys.
+    """
+    return _over_window(view, _sum_window_twice)
+
+
+def _over_window(view: LayerView, reduce: Reduce) -> mx.array:
+    """Sum of `reduce` over the window's queries, a few at a time: [..., H_q, T].
+
+    `reduce` maps weights [H_kv, G, w, t] to [..., H_kv, G, t] and must be a sum over w.
+    """
     if view.queries is None:
         raise ConfigError(
             "no window queries for a policy that needs them",
@@ -99,22 +116,21 @@ def window_mass(view: LayerView) -> mx.array:
             expected=f"between 1 and {length} queries, those of the last positions",
             received=f"{width}",
         )
-    mass = None
+    total = None
     small = 4 * heads * width * length <= PIECE_BYTES
     for start in range(0, width, view.score_chunk_size):
         stop = min(start + view.score_chunk_size, width)
         rows = view.queries[:, start:stop]
         visible = length - (width - stop)  # keys after this chunk's last query are not seen
-        part = window_attention(
-            rows, view.keys[:, :visible], view.scale, _sum_window, sinks=view.sinks
-        ).reshape(heads, visible)
+        part = window_attention(rows, view.keys[:, :visible], view.scale, reduce, sinks=view.sinks)
+        part = part.reshape(*part.shape[:-3], heads, visible)
         if visible < length:
-            part = mx.pad(part, [(0, 0), (0, length - visible)])
-        mass = part if mass is None else mass + part
+            part = mx.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, length - visible)])
+        total = part if total is None else total + part
         if not small:  # a GPU should not wait for each chunk of a short prompt
-            mx.eval(mass)
-    assert mass is not None  # there is a query
-    return mass
+            mx.eval(total)
+    assert total is not None  # there is a query
+    return total
 
 
 def pooled(scores: mx.array, kernel: int, kind: str, *, edge: bool = False) -> mx.array:
@@ -171,3 +187,7 @@ def _logsumexp(scores: mx.array, total: mx.array | None) -> mx.array:
 
 def _sum_window(weights: mx.array) -> mx.array:
     return weights.sum(axis=2)
+
+
+def _sum_window_twice(weights: mx.array) -> mx.array:
+    return mx.stack([weights.sum(axis=2), mx.square(weights).sum(axis=2)])

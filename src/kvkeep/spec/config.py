@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from kvkeep.errors import ConfigError
@@ -27,6 +29,10 @@ class EvictionConfig:
         window: W, the last prompt queries that score; None is the policy's default.
         pool_kernel: odd width of the score pooling in positions; None is the policy's default.
         pooling: "avg", "max" or "none"; None is the policy's default.
+        chunk_size: positions that stay or go together; None is the policy's default.
+        lag: positions per partition (LagKV); None is the policy's default.
+        cross: compare partitions' values instead of ranks (LagKV); None is the default.
+        gamma: weight of the variance (CAKE); None is the policy's default.
         sink_tokens: first positions that always stay (they shrink to a smaller budget).
         recent_tokens: last positions that always stay; None is the policy's default.
         min_tokens: prompts of at most this many tokens are kept whole.
@@ -46,6 +52,10 @@ class EvictionConfig:
     window: int | None = None
     pool_kernel: int | None = None
     pooling: str | None = None
+    chunk_size: int | None = None
+    lag: int | None = None
+    cross: bool | None = None
+    gamma: float | None = None
     sink_tokens: int = 4
     recent_tokens: int | None = None
     min_tokens: int = 128
@@ -68,6 +78,15 @@ class EvictionConfig:
         if self.pooling is not None:
             known = self.pooling in POOLINGS
             _require(known, "pooling", f"one of {', '.join(POOLINGS)}", self.pooling)
+        _require_int("chunk_size", self.chunk_size, 1, optional=True)
+        _require_int("lag", self.lag, 1, optional=True)
+        _require(
+            self.cross is None or isinstance(self.cross, bool), "cross", "true or false", self.cross
+        )
+        if self.gamma is not None:
+            number = isinstance(self.gamma, Real) and not isinstance(self.gamma, bool)
+            fits = number and 0 <= self.gamma < math.inf
+            _require(fits, "gamma", "a finite number >= 0", self.gamma)
         _require_int("sink_tokens", self.sink_tokens, 0)
         _require_int("recent_tokens", self.recent_tokens, 0, optional=True)
         _require_int("min_tokens", self.min_tokens, 0)

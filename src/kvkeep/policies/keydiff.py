@@ -1,0 +1,54 @@
+"""KeyDiff: keys that differ from the mean direction stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from kvkeep.policies.base import Need, Scope
+from kvkeep.policies.pieces import by_position, spans, squares
+from kvkeep.spec import LayerView
+
+
+@dataclass(frozen=True)
+class KeyDiff:
+    """-cos(k, mean over positions of k / ||k||), per KV head, in float32.
+
+    A key of length 0, or a mean of length 0, has cosine 0.
+
+    Source: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction", arXiv:2504.15364,
+    section 3; kvpress 0.5.5 keydiff_press.py. Query-agnostic.
+    """
+
+    name: ClassVar[str] = "keydiff"
+    needs: ClassVar[frozenset[Need]] = frozenset({"keys"})
+    scope: ClassVar[Scope] = "head"
+    query_aware: ClassVar[bool] = False
+    summary: ClassVar[str] = "keys far from the mean direction"
+    source: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
+
+    @property
+    def observation_window(self) -> int:
+        """No query is needed."""
+        return 0
+
+    def default_recent(self, budget: int) -> int:
+        """An eighth of the budget: directions alone would evict the end of the question."""
+        return max(1, budget // 8)
+
+    def score(self, view: LayerView) -> mx.array:
+        """[H_kv, T] float32, between -1 and 1."""
+        kv_heads, length, dim = view.keys.shape
+        mean = mx.zeros((kv_heads, 1, dim))
+        for start, stop in spans(view.keys):
+            piece = view.keys[:, start:stop].astype(mx.float32)
+            mean = mean + _unit(piece).sum(axis=1, keepdims=True) / length
+            mx.eval(mean)
+        direction = _unit(mean)
+        return by_position(view.keys, lambda keys: -(_unit(keys) * direction).sum(axis=-1))
+
+
+def _unit(rows: mx.array) -> mx.array:
+    return rows / mx.maximum(mx.sqrt(squares(rows)), 1e-12)[..., None]
