@@ -198,7 +198,7 @@ def test_a_model_whose_attention_cannot_be_seen(model_type: str, policy: str) ->
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"policy": "snapkw"}, ("'snapkw'", "one of snapkv", "Did you mean 'snapkv'?")),
+        ({"policy": "snapkw"}, ("'snapkw'", "one of cake", "Did you mean 'snapkv'?")),
         ({"allocation": "unifrom"}, ("allocation", "Did you mean 'uniform'?")),
         ({"pooling": "max"}, ("'snapkv-d' has no option 'pooling'",)),
     ],

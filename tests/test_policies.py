@@ -153,6 +153,8 @@ def test_an_option_of_another_policy_is_refused() -> None:
         ("cake", {"gamma": float("nan")}),
         ("cake", {"gamma": float("inf")}),
         ("cake", {"gamma": "much"}),
+        ("rkv", {"mix": 1.5}),
+        ("rkv", {"mix": True}),
         ("random", {"seed": -1}),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import NoReturn
 
 from kvkeep.allocation import ALLOCATIONS, get_allocation
@@ -13,8 +14,17 @@ from kvkeep.spec import POOLINGS, STORES, EvictionConfig
 
 EVICTION_OFF = "none"
 
+
+def true_or_false(text: str) -> bool:
+    """A flag's value that is `true` or `false`."""
+    try:
+        return {"true": True, "false": False}[text.lower()]
+    except KeyError:
+        raise ValueError(text) from None
+
+
 # Flag without "--kv-", the setting it fills, its type and its help. %% is argparse's percent sign.
-_FLAGS: tuple[tuple[str, str, type, str], ...] = (
+_FLAGS: tuple[tuple[str, str, Callable[[str], object], str], ...] = (
     (
         "budget",
         "budget",
@@ -30,6 +40,12 @@ _FLAGS: tuple[tuple[str, str, type, str], ...] = (
     ("store", "store", str, "how kept rows are stored; auto is what the policy scores"),
     ("pooling", "pooling", str, "how scores are pooled over neighbouring tokens"),
     ("pool-kernel", "pool_kernel", int, "odd width of that pooling, in tokens"),
+    ("chunk-size", "chunk_size", int, "how many neighbouring tokens stay or go together"),
+    ("lag", "lag", int, "how many tokens a partition of lagkv has"),
+    ("cross", "cross", true_or_false, "whether lagkv compares values across partitions"),
+    ("gamma", "gamma", float, "what cake multiplies the variance of attention by"),
+    ("mix", "mix", float, "share of attention in rkv's score, between 0 and 1"),
+    ("seed", "seed", int, "of the policies that draw"),
     (
         "protect",
         "protect",
@@ -38,12 +54,22 @@ _FLAGS: tuple[tuple[str, str, type, str], ...] = (
     ),
 )
 _NAMES = {"allocation": sorted(ALLOCATIONS), "store": list(STORES), "pooling": list(POOLINGS)}
-_METAVARS = {"budget": "BUDGET", "protect": "RANGES", **dict.fromkeys(_NAMES, "NAME")}
+_METAVARS = {
+    "budget": "BUDGET",
+    "protect": "RANGES",
+    "cross": "true|false",
+    **dict.fromkeys(_NAMES, "NAME"),
+}
 _UNSET = {
     "window": "the policy's own",
     "recent_tokens": "what the policy counts inside the budget",
     "pooling": "the policy's own",
     "pool_kernel": "the policy's own",
+    "chunk_size": "the policy's own",
+    "lag": "the policy's own",
+    "cross": "the policy's own",
+    "gamma": "the policy's own",
+    "mix": "the policy's own",
     "protect": "none",
 }
 

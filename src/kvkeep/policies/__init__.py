@@ -4,12 +4,14 @@ from kvkeep.policies.base import Policy, check_options
 from kvkeep.policies.cake import Cake
 from kvkeep.policies.chunkkv import ChunkKV
 from kvkeep.policies.registry import POLICIES, get_policy, policy_of
+from kvkeep.policies.rkv import RKV
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.snapkv_d import SnapKVD
 from kvkeep.policies.window import pooled, window_attention, window_mass, window_moments
 
 __all__ = [
     "POLICIES",
+    "RKV",
     "Cake",
     "ChunkKV",
     "Policy",

@@ -19,7 +19,8 @@ class Cake:
 
     The variance has the divisor W - 1 and is 0 for one query. The softmax runs over all T
     keys; the window's own columns are then cut off and rank above everything (max over the
-    layer + 1). This is the score only: CAKE's layer budgets are an allocation.
+    layer + 1). Ports of CAKE take the mean or the maximum over the group; here it is the mean,
+    as for `snapkv`. This is the score only: CAKE's layer budgets are an allocation.
 
     Source: Qin et al., "CAKE", arXiv:2503.12491, section 4.3. Query-aware.
 

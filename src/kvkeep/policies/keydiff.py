@@ -8,7 +8,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from kvkeep.policies.base import Need, Scope
-from kvkeep.policies.pieces import by_position, spans, squares
+from kvkeep.policies.pieces import by_position, mean_direction, unit
 from kvkeep.spec import LayerView
 
 
@@ -40,15 +40,5 @@ class KeyDiff:
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32, between -1 and 1."""
-        kv_heads, length, dim = view.keys.shape
-        mean = mx.zeros((kv_heads, 1, dim))
-        for start, stop in spans(view.keys):
-            piece = view.keys[:, start:stop].astype(mx.float32)
-            mean = mean + _unit(piece).sum(axis=1, keepdims=True) / length
-            mx.eval(mean)
-        direction = _unit(mean)
-        return by_position(view.keys, lambda keys: -(_unit(keys) * direction).sum(axis=-1))
-
-
-def _unit(rows: mx.array) -> mx.array:
-    return rows / mx.maximum(mx.sqrt(squares(rows)), 1e-12)[..., None]
+        direction = unit(mean_direction(view.keys))
+        return by_position(view.keys, lambda keys: -(unit(keys) * direction).sum(axis=-1))

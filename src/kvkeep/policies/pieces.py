@@ -43,3 +43,19 @@ def by_position(
 def squares(rows: mx.array) -> mx.array:
     """Squared length of each row: [..., D] to [...]."""
     return mx.square(rows).sum(axis=-1)
+
+
+def unit(rows: mx.array) -> mx.array:
+    """Rows [..., D] at length 1; those of length 0 stay as they are."""
+    return rows / mx.maximum(mx.sqrt(squares(rows)), 1e-12)[..., None]
+
+
+def mean_direction(rows: mx.array) -> mx.array:
+    """Mean over positions of the rows at length 1: [H_kv, T, D] to [H_kv, 1, D] float32."""
+    heads, length, dim = rows.shape
+    mean = mx.zeros((heads, 1, dim))
+    for start, stop in spans(rows):
+        piece = unit(rows[:, start:stop].astype(mx.float32))
+        mean = mean + piece.sum(axis=1, keepdims=True) / length
+        mx.eval(mean)
+    return mean

@@ -15,6 +15,7 @@ from kvkeep.policies.keydiff import KeyDiff
 from kvkeep.policies.knorm import Knorm
 from kvkeep.policies.lagkv import LagKV
 from kvkeep.policies.random import Random
+from kvkeep.policies.rkv import RKV
 from kvkeep.policies.sink_recent import SinkRecent
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.snapkv_d import SnapKVD
@@ -26,6 +27,7 @@ _CLASSES: tuple[type[Any], ...] = (
     SnapKV,
     ChunkKV,
     Cake,
+    RKV,
     Tova,
     LagKV,
     KeyDiff,
@@ -38,7 +40,7 @@ POLICIES: dict[str, type[Any]] = {cls.name: cls for cls in _CLASSES}
 
 # Settings of an EvictionConfig that are options of some policies: None leaves the policy's
 # default, and a policy without the option refuses what is set.
-_OPTIONS = ("window", "pool_kernel", "pooling", "chunk_size", "lag", "cross", "gamma")
+_OPTIONS = ("window", "pool_kernel", "pooling", "chunk_size", "lag", "cross", "gamma", "mix")
 # Settings that every config has: they reach the policies that have them as options.
 _COMMON = ("seed", "sink_tokens")
 

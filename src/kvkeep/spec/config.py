@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -33,6 +33,7 @@ class EvictionConfig:
         lag: positions per partition (LagKV); None is the policy's default.
         cross: compare partitions' values instead of ranks (LagKV); None is the default.
         gamma: weight of the variance (CAKE); None is the policy's default.
+        mix: share of attention in the score (R-KV); None is the policy's default.
         sink_tokens: first positions that always stay (they shrink to a smaller budget).
         recent_tokens: last positions that always stay; None is the policy's default.
         min_tokens: prompts of at most this many tokens are kept whole.
@@ -56,6 +57,7 @@ class EvictionConfig:
     lag: int | None = None
     cross: bool | None = None
     gamma: float | None = None
+    mix: float | None = None
     sink_tokens: int = 4
     recent_tokens: int | None = None
     min_tokens: int = 128
@@ -83,10 +85,8 @@ class EvictionConfig:
         _require(
             self.cross is None or isinstance(self.cross, bool), "cross", "true or false", self.cross
         )
-        if self.gamma is not None:
-            number = isinstance(self.gamma, Real) and not isinstance(self.gamma, bool)
-            fits = number and 0 <= self.gamma < math.inf
-            _require(fits, "gamma", "a finite number >= 0", self.gamma)
+        _require_number("gamma", self.gamma, "a finite number >= 0", sys.float_info.max)
+        _require_number("mix", self.mix, "a number between 0 and 1", 1)
         _require_int("sink_tokens", self.sink_tokens, 0)
         _require_int("recent_tokens", self.recent_tokens, 0, optional=True)
         _require_int("min_tokens", self.min_tokens, 0)
@@ -167,3 +167,10 @@ def _require_int(name: str, value: object, least: int, *, optional: bool = False
         return
     whole = isinstance(value, int) and not isinstance(value, bool)
     _require(whole and value >= least, name, f"a whole number >= {least}", value)  # type: ignore[operator]
+
+
+def _require_number(name: str, value: object, expected: str, most: float) -> None:
+    """An optional number from 0 to `most`."""
+    if value is not None:
+        number = isinstance(value, Real) and not isinstance(value, bool)
+        _require(number and 0 <= value <= most, name, expected, value)  # type: ignore[operator]
