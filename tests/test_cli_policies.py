@@ -51,7 +51,7 @@ def test_every_policy_is_listed_with_what_it_is(
         for field in dataclasses.fields(policy):
             assert f"{field.name}={field.default}" in row
         assert policy.summary in row
-        assert row.startswith(f"{name} * ") == (name == RECOMMENDED.policy)
+        assert row.startswith(f"{name} *") == (name == RECOMMENDED.policy)
 
 
 @pytest.mark.parametrize("width", ["80", "100"])

@@ -34,27 +34,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def policies_table() -> Table:
-    """One row per registered policy, the recommended one marked."""
+    """One entry per registered policy, the recommended one marked."""
     table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, leading=1, padding=(0, 1, 0, 0)
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, leading=1, padding=(0, 2, 0, 0)
     )
-    for title in ("policy", "needs", "question", "scope", "options", "keeps, source"):
-        # Names and options are typed by hand: they must not be broken over lines.
-        table.add_column(title, no_wrap=title in ("policy", "options"), overflow="fold")
+    table.add_column("policy", no_wrap=True)
+    table.add_column("keeps; needs; options; source", overflow="fold")
     for name, policy in POLICIES.items():
-        table.add_row(*(Text(cell) for cell in policy_row(name, policy)))
+        mark = " *" if name == RECOMMENDED.policy else ""
+        table.add_row(Text(name + mark), Text("\n").join(map(Text, policy_lines(policy))))
     table.caption = f"* default of the commands (budget {RECOMMENDED.limit})"
     table.caption_justify = "left"
     return table
 
 
-def policy_row(name: str, policy: type[Any]) -> tuple[str, ...]:
-    """Name, needs, query-aware or agnostic, scope, options with defaults, what and whence."""
-    return (
-        f"{name} *" if name == RECOMMENDED.policy else name,
-        ", ".join(sorted(policy.needs)) or "nothing",
-        "query-aware" if policy.query_aware else "agnostic",
-        policy.scope,
-        "\n".join(f"{field.name}={field.default}" for field in dataclasses.fields(policy)) or "–",
-        f"{policy.summary}\n{policy.source}",
-    )
+def policy_lines(policy: type[Any]) -> list[str]:
+    """Summary, needs with question and scope, options with defaults (if any), source."""
+    needs = ", ".join(sorted(policy.needs)) or "nothing"
+    question = "query-aware" if policy.query_aware else "agnostic"
+    options = ", ".join(f"{field.name}={field.default}" for field in dataclasses.fields(policy))
+    scope = f"one set per {policy.scope}"
+    lines = [policy.summary, f"needs {needs}; {question}; {scope}", options, policy.source]
+    return [line for line in lines if line]
