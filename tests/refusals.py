@@ -31,7 +31,7 @@ def snapshot(cache: list[Any]) -> list[str]:
     return [repr(layer) for layer in cache_bytes(cache)]
 
 
-def refused(
+def expect_refused(
     cache: list[Any], act: Callable[[list[Any]], Any], error: type[KvkeepError], *parts: str
 ) -> None:
     """`act` on the cache raises that error with these parts, in order, and changes nothing."""

@@ -40,7 +40,7 @@ from kvkeep.errors import (
     UnsupportedModelError,
 )
 from oracles import prefilled
-from refusals import TOKENS, compact_cache, exact_cache, refused, snapshot
+from refusals import TOKENS, compact_cache, exact_cache, expect_refused, snapshot
 from tiny_models import tiny_llama, tiny_tokenizer
 
 
@@ -89,7 +89,7 @@ def test_caches_that_look_evictable_and_are_not(
             return evict_selection(cache, Selection(40, {0: LayerSelection((np.array([0]),))}))
         return evict_prompt_cache(cache, [0, 1], true_offset=40)
 
-    refused(make(), evict, CacheError, *parts)
+    expect_refused(make(), evict, CacheError, *parts)
 
 
 def compact_cache_of_32() -> list[Any]:
@@ -107,12 +107,14 @@ def test_a_rotating_cache_is_passed_through() -> None:
     assert all(a is b for a, b in zip(result.cache, cache, strict=True))
     assert snapshot(cache) == before
     chosen = Selection(40, {0: LayerSelection((np.array([0]),))})
-    refused(cache, lambda c: evict_selection(c, chosen), SelectionError, "layer 0", "KVCache")
+    expect_refused(
+        cache, lambda c: evict_selection(c, chosen), SelectionError, "layer 0", "KVCache"
+    )
 
 
 @pytest.mark.parametrize("make", [quantised_cache, batch_of_two], ids=["quantised", "B=2"])
 def test_caches_that_cannot_be_continued(make: Callable[[], list[Any]]) -> None:
-    refused(
+    expect_refused(
         make(),
         lambda cache: next(
             stream_generate(tiny_llama(), tiny_tokenizer(), TOKENS, prompt_cache=cache)
@@ -169,7 +171,7 @@ def test_a_damaged_or_foreign_file(damage: Callable[[Path], Any], tmp_path: Path
     save_prompt_cache(path, cache, {"model": "tiny"})
     assert snapshot(load_prompt_cache(path)) == snapshot(cache)
     damage(path)
-    refused(cache, lambda _: load_prompt_cache(path), CacheFileError, "expected", "got")
+    expect_refused(cache, lambda _: load_prompt_cache(path), CacheFileError, "expected", "got")
     with pytest.raises(CacheFileError, match=r"cache\.safetensors"):
         load_prompt_cache(path)
 
@@ -182,7 +184,7 @@ def test_a_damaged_or_foreign_file(damage: Callable[[Path], Any], tmp_path: Path
 def test_a_model_whose_attention_cannot_be_seen(model_type: str, policy: str) -> None:
     model = tiny_model(model_type)
     config = EvictionConfig(policy=policy, budget=Budget(16), min_tokens=0)
-    refused(
+    expect_refused(
         prefilled(model, TOKENS),
         lambda cache: next(
             stream_generate(model, tiny_tokenizer(), TOKENS, config=config, prompt_cache=cache)
@@ -207,7 +209,7 @@ def test_an_unknown_policy_allocation_or_option(
     settings: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     config = EvictionConfig.parse(settings)
-    refused(
+    expect_refused(
         exact_cache(),
         lambda cache: prefill_and_compact(tiny_llama(), TOKENS, cache, config),
         ConfigError,
@@ -233,4 +235,4 @@ def test_a_trim_of_what_is_not_there(n: Any, parts: tuple[str, ...], batch: bool
     cache = compact_cache()
     if batch:
         cache = [PositionPreservingKVCache.merge([layer, layer]) for layer in cache]
-    refused(cache, lambda layers: layers[0].trim(n), TrimError, *parts)
+    expect_refused(cache, lambda layers: layers[0].trim(n), TrimError, *parts)

@@ -33,13 +33,13 @@ from kvkeep.errors import (
     SelectionError,
 )
 from oracles import greedy, prefilled
-from refusals import TOKENS, exact_cache, refused, snapshot
+from refusals import TOKENS, exact_cache, expect_refused, snapshot
 from tiny_models import tiny_llama, tiny_tokenizer
 
 
 @pytest.mark.parametrize("budget", [0, -1, "0", "0%", 0.0, "-3", 1.5, "lots", None, True])
 def test_a_budget_below_one_row_or_unreadable(budget: Any) -> None:
-    refused(
+    expect_refused(
         make_prompt_cache(tiny_llama()),
         lambda _: compact_prompt_cache(tiny_llama(), TOKENS, budget=budget),
         BudgetError,
@@ -74,7 +74,7 @@ def test_a_budget_below_what_is_protected(policy: str, budget: Any) -> None:
     config = EvictionConfig.parse(
         {"policy": policy, "budget": budget, "min_tokens": 0, "protect": "5:13,30:32"}
     )
-    refused(
+    expect_refused(
         make_prompt_cache(tiny_llama()),
         lambda cache: prefill_and_compact(tiny_llama(), TOKENS, cache, config),
         BudgetError,
@@ -108,13 +108,13 @@ def test_bad_indices(indices: Any, parts: tuple[str, ...], by_layer: bool) -> No
             return evict_selection(cache, Selection(40, {1: kept}))
         return evict_prompt_cache(cache, indices, true_offset=40)
 
-    refused(exact_cache(), evict, SelectionError, *parts, ".")
+    expect_refused(exact_cache(), evict, SelectionError, *parts, ".")
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 7])
 def test_a_selection_of_a_layer_that_is_not_there(layer: int) -> None:
     chosen = Selection(40, {layer: LayerSelection((np.array([0]),))})
-    refused(
+    expect_refused(
         exact_cache(),
         lambda cache: evict_selection(cache, chosen),
         SelectionError,
@@ -129,12 +129,12 @@ def test_a_selection_that_does_not_fit_the_heads(heads: int) -> None:
     kept = tuple(np.arange(5 + (heads == 1) * head) for head in range(max(heads, 2)))
     chosen = Selection(40, {0: LayerSelection(kept)})
     what = "unequal numbers of rows" if heads == 1 else "does not fit the layer"
-    refused(exact_cache(), lambda cache: evict_selection(cache, chosen), CacheError, what)
+    expect_refused(exact_cache(), lambda cache: evict_selection(cache, chosen), CacheError, what)
 
 
 @pytest.mark.parametrize("offset", [39, 41, 0])
 def test_a_wrong_offset(offset: int) -> None:
-    refused(
+    expect_refused(
         exact_cache(),
         lambda cache: evict_prompt_cache(cache, [], true_offset=offset),
         CacheError,
@@ -162,7 +162,7 @@ INF, NAN = float("inf"), float("nan")
     ],
 )
 def test_bad_scores(scores: Any, parts: tuple[str, ...]) -> None:
-    refused([], lambda _: snapkv_keep_indices(300, 16, scores), SelectionError, *parts)
+    expect_refused([], lambda _: snapkv_keep_indices(300, 16, scores), SelectionError, *parts)
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "snapkv-d"])
@@ -171,7 +171,7 @@ def test_a_model_whose_scores_are_not_finite(policy: str, bad: float) -> None:
     model = tiny_llama()
     model.layers[1].self_attn.q_proj.weight = model.layers[1].self_attn.q_proj.weight * bad
     config = EvictionConfig(policy=policy, budget=Budget(16), min_tokens=0)
-    refused(
+    expect_refused(
         prefilled(tiny_llama(), TOKENS),
         lambda cache: prefill_and_compact(model, TOKENS, cache, config),
         SelectionError,
@@ -199,7 +199,7 @@ def test_a_model_whose_scores_are_not_finite(policy: str, bad: float) -> None:
     ],
 )
 def test_bad_prompts(prompt: Any, parts: tuple[str, ...]) -> None:
-    refused(
+    expect_refused(
         [],
         lambda _: compact_prompt_cache(tiny_llama(), prompt, budget=16),
         PromptError,
@@ -209,7 +209,7 @@ def test_bad_prompts(prompt: Any, parts: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("prompt", [[], "", mx.array([], mx.int32)])
 def test_an_empty_prompt_to_generate_from(prompt: Any) -> None:
-    refused(
+    expect_refused(
         exact_cache(),
         lambda cache: next(
             stream_generate(tiny_llama(), tiny_tokenizer(), prompt, prompt_cache=cache)

@@ -1,110 +1,37 @@
-"""Compact caches in mlx-lm's batches: joining, leaving, padding, trimming, continuous batching."""
+"""Compact caches in mlx-lm's batches: joining, leaving, padding, trimming."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import BatchGenerator, batch_generate
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-import kvkeep
+from batched import (
+    KV_HEADS,
+    LAYERS,
+    MODEL,
+    TOLERANCE,
+    assert_decodes_like,
+    assert_same_request,
+    compact,
+    merged,
+    parts,
+    positions_of,
+    requests,
+    stock,
+    unequal,
+)
 from kvkeep import (
     BatchPositionPreservingKVCache,
-    LayerSelection,
     PositionPreservingKVCache,
-    Selection,
 )
 from kvkeep.errors import CacheError, KvkeepError, TrimError
 from oracles import greedy, logits_of, prefilled
-from tiny_models import random_tokens, tiny_llama, tiny_tokenizer
-
-MODEL = tiny_llama()
-LAYERS, KV_HEADS = 2, 2
-TOLERANCE = 1e-5
-
-
-# -- requests -------------------------------------------------------------------------
-
-
-def stock(length: int, seed: int = 0) -> list[Any]:
-    return prefilled(MODEL, random_tokens(length, seed), 64)
-
-
-def compact(length: int, keep: int, seed: int = 0, heads: int = KV_HEADS) -> list[Any]:
-    """A request of `length` tokens that kept `keep` random rows, other ones in each layer."""
-    random = np.random.default_rng(seed)
-    layers = {
-        layer: LayerSelection(
-            tuple(np.sort(random.choice(length, keep, replace=False)) for _ in range(heads))
-        )
-        for layer in range(LAYERS)
-    }
-    return kvkeep.evict_selection(stock(length, seed), Selection(length, layers)).cache
-
-
-def unequal(length: int, keep: int, cut: int, seed: int = 0) -> list[Any]:
-    """A request whose heads hold unequal numbers of rows, after a logical trim."""
-    cache = compact(length, keep, seed)
-    for layer in cache:
-        layer.trim(cut)
-    assert any(layer.owns_attention for layer in cache)
-    return cache
-
-
-def requests() -> list[list[Any]]:
-    return [
-        compact(60, 20, 1),
-        compact(90, 41, 2, heads=1),
-        unequal(80, 15, 30, 3),
-        stock(33, 4),
-    ]
-
-
-NAMES = ["per-head", "shared", "unequal heads", "stock"]
-
-
-def merged(caches: Sequence[list[Any]]) -> list[Any]:
-    """As mlx-lm's BatchGenerator does it, through the first request's caches."""
-    return [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
-
-
-def positions_of(cache: Any) -> tuple[tuple[int, ...], ...]:
-    return (tuple(range(cache.offset)),) if type(cache) is KVCache else cache.head_positions
-
-
-def assert_same_request(ours: list[Any], theirs: list[Any]) -> None:
-    """Positions, offset and live rows, the rows bit by bit."""
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.offset == other.offset
-        assert positions_of(mine) == positions_of(other)
-        assert mine.size() == other.size()
-        for a, b in zip(mine.keys_and_values(), other.keys_and_values(), strict=True):
-            for head in range(KV_HEADS):
-                live = len(positions_of(mine)[head % len(positions_of(mine))])
-                assert mx.array_equal(
-                    a[0, head, a.shape[2] - live :], b[0, head, b.shape[2] - live :]
-                )
-
-
-def assert_decodes_like(batch: list[Any], alone: Sequence[list[Any]], count: int = 5) -> None:
-    """Each request of the batch gives the logits that it gives alone. Both are advanced."""
-    tokens = [[7 + i] for i in range(len(alone))]
-    for _ in range(count):
-        ours = np.asarray(MODEL(mx.array(tokens), cache=batch)[:, -1])
-        for i, cache in enumerate(alone):
-            theirs = logits_of(MODEL, cache, tokens[i])[-1]
-            np.testing.assert_allclose(ours[i], theirs, atol=TOLERANCE)
-        tokens = [[int(row.argmax())] for row in ours]
-
-
-def parts(batch: list[Any], count: int) -> list[list[Any]]:
-    return [[layer.extract(i) for layer in batch] for i in range(count)]
-
+from tiny_models import random_tokens
 
 # -- merge and extract ----------------------------------------------------------------
 
@@ -417,70 +344,3 @@ def test_a_state_that_is_no_batch_is_refused() -> None:
 def test_a_window_over_a_compact_batch_is_refused() -> None:
     with pytest.raises(CacheError):
         merged(requests())[0].make_mask(1, window_size=8)
-
-
-# -- mlx-lm's own batch generator -----------------------------------------------------
-
-
-def alone_tokens(cache: list[Any], prompt: list[int], count: int) -> list[int]:
-    """Decode one request by itself, its last token included: mlx-lm's batch runs that too."""
-    if prompt[:-1]:
-        logits_of(MODEL, cache, prompt[:-1])
-    tokens = greedy(MODEL, cache, prompt[-1], count)[0]
-    logits_of(MODEL, cache, tokens[-1:])
-    return tokens
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
-@pytest.mark.parametrize("tails", [(1, 1, 1, 1), (1, 6, 3, 12)], ids=["one-token", "suffixes"])
-def test_batch_generate_like_each_request_alone(
-    order: tuple[int, ...], tails: tuple[int, ...]
-) -> None:
-    """Requests also end at different times, so that the batch is filtered as it goes."""
-    caches = [requests()[i] for i in order]
-    prompts = [random_tokens(n, seed=20 + n) for n in tails]
-    limits = [3, 12, 7, 9]
-    response = batch_generate(
-        MODEL,
-        tiny_tokenizer(),
-        copy.deepcopy(prompts),
-        prompt_caches=[list(cache) for cache in caches],
-        max_tokens=limits,
-        return_token_ids=True,
-        return_prompt_caches=True,
-    )
-    assert response.token_ids is not None and response.caches is not None
-    for i, (which, prompt) in enumerate(zip(order, prompts, strict=True)):
-        alone = requests()[which]
-        assert response.token_ids[i] == alone_tokens(alone, prompt, limits[i])
-        for ours, theirs in zip(response.caches[i], alone, strict=True):
-            assert (ours.offset, positions_of(ours)) == (theirs.offset, positions_of(theirs))
-
-
-@pytest.mark.parametrize("order", [(3, 0, 1, 2), (0, 3, 2, 1)])
-def test_requests_join_while_others_decode(order: tuple[int, ...]) -> None:
-    """Continuous batching: each request arrives two steps after the one before."""
-    generator = BatchGenerator(MODEL, max_tokens=9, prefill_step_size=4)
-    prompts = {i: random_tokens(5 + i, seed=40 + i) for i in order}
-    waiting, made, who = list(order), {i: [] for i in order}, {}
-    final: dict[int, list[Any]] = {}
-    while waiting or len(final) < len(order):
-        if waiting:
-            index = waiting.pop(0)
-            (uid,) = generator.insert(
-                [list(prompts[index])], caches=[[copy.deepcopy(c) for c in requests()[index]]]
-            )
-            who[uid] = index
-        for _ in range(2):
-            for response in generator.next()[1]:
-                made[who[response.uid]].append(response.token)
-                if response.finish_reason is not None:
-                    assert response.prompt_cache is not None
-                    final[who[response.uid]] = response.prompt_cache
-    generator.close()
-    for index in order:
-        alone = requests()[index]
-        assert made[index] == alone_tokens(alone, prompts[index], 9)
-        assert [(c.offset, positions_of(c)) for c in final[index]] == [
-            (c.offset, positions_of(c)) for c in alone
-        ]

@@ -140,7 +140,7 @@ def test_a_captured_model_goes_on_too() -> None:
 # -- refusals --------------------------------------------------------------------------
 
 
-def refused(
+def expect_refused(
     model: Any, cache: list[Any], config: EvictionConfig, error: type[KvkeepError], text: str
 ) -> None:
     """The call is refused, and neither the list nor a layer of it is changed."""
@@ -168,7 +168,7 @@ def test_one_set_of_rows_for_all_is_refused_where_rows_differ_already(
     first: dict[str, Any], second: dict[str, Any], text: str
 ) -> None:
     cache = compacted(tiny_llama(), config_of(**first))
-    refused(no_forward, cache, config_of(**second), CacheError, text)
+    expect_refused(no_forward, cache, config_of(**second), CacheError, text)
 
 
 def test_heads_left_uneven_by_a_trim_are_refused() -> None:
@@ -176,7 +176,7 @@ def test_heads_left_uneven_by_a_trim_are_refused() -> None:
     for layer in cache:
         layer.trim(20)
     assert not cache[0]._ledger.even
-    refused(no_forward, cache, config_of(budget=8), CacheError, "unequal numbers of rows")
+    expect_refused(no_forward, cache, config_of(budget=8), CacheError, "unequal numbers of rows")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_heads_left_uneven_by_a_trim_are_refused() -> None:
 def test_a_budget_below_what_is_protected_is_refused_before_the_prompt_is_computed(
     config: EvictionConfig, text: str
 ) -> None:
-    refused(no_forward, prefilled(tiny_llama(), FIRST), config, BudgetError, text)
+    expect_refused(no_forward, prefilled(tiny_llama(), FIRST), config, BudgetError, text)
 
 
 def test_protection_that_is_not_needed_is_no_reason_to_refuse() -> None:
@@ -216,8 +216,8 @@ def test_what_only_shows_after_the_prefill_leaves_the_cache_as_it_was(
 ) -> None:
     model = tiny_llama()
     cache = compacted(model, config_of(budget=40)) if compact else prefilled(model, FIRST)
-    refused(model, cache, config, error, text)
-    refused(model, cache, config, error, text)  # and it can be tried again
+    expect_refused(model, cache, config, error, text)
+    expect_refused(model, cache, config, error, text)  # and it can be tried again
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_seen_leaves_the_cache_as_it_was(
 ) -> None:
     model = tiny_model(model_type)
     cache = prefilled(model, FIRST) if filled else make_prompt_cache(model)
-    refused(model, cache, config_of(), UnsupportedModelError, model_type)
+    expect_refused(model, cache, config_of(), UnsupportedModelError, model_type)
     if not filled:
         assert all(layer.keys is None and layer.offset == 0 for layer in cache)
 
@@ -236,13 +236,13 @@ def test_scores_that_are_not_finite_leave_every_layer_as_it_was() -> None:
     model = tiny_llama()
     cache = prefilled(model, FIRST)
     model.layers[1].self_attn.q_proj.weight = model.layers[1].self_attn.q_proj.weight * mx.nan
-    refused(model, cache, config_of(), SelectionError, "scores are not finite")
+    expect_refused(model, cache, config_of(), SelectionError, "scores are not finite")
 
 
 def test_a_sliding_layer_is_put_back_too() -> None:
     model = tiny_llama(sliding_layers=[0], sliding_window=16)
     cache = prefilled(model, FIRST, 1)  # one by one: the window is written in place
-    refused(model, cache, config_of(budget="10B"), BudgetError, "holds no row")
+    expect_refused(model, cache, config_of(budget="10B"), BudgetError, "holds no row")
     np.testing.assert_array_equal(
         logits_of(model, cache, [1]), logits_of(model, prefilled(model, FIRST, 1), [1])
     )
@@ -265,7 +265,7 @@ def test_layers_at_different_positions_are_refused() -> None:
     model = tiny_llama()
     cache = prefilled(model, FIRST)
     cache[1].trim(3)
-    refused(model, cache, config_of(), CacheError, r"layer 1.*offset 90; got offset 87")
+    expect_refused(model, cache, config_of(), CacheError, r"layer 1.*offset 90; got offset 87")
 
 
 def test_quantised_and_batched_layers_are_refused() -> None:

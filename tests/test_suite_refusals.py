@@ -25,7 +25,7 @@ from kvkeep.errors import (
     UnsupportedModelError,
 )
 from oracles import prefilled
-from refusals import compact_cache, refused
+from refusals import compact_cache, expect_refused
 from tiny_models import random_tokens, tiny_bare_model, tiny_llama
 
 T = 90
@@ -82,7 +82,7 @@ def uneven_offsets() -> list[Any]:
 )
 def test_bad_positions(indices: Any, error: type[KvkeepError], parts: tuple[str, ...]) -> None:
     cache = prefilled(tiny_llama(), PROMPT)
-    refused(cache, lambda c: select_positions(c, indices), error, *parts)
+    expect_refused(cache, lambda c: select_positions(c, indices), error, *parts)
 
 
 BAD_CACHES = pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def select_with(model: Any, policy: str, cache: list[Any]) -> Any:
 @BAD_CACHES
 def test_bad_caches(make: Callable[[], list[Any]], parts: tuple[str, ...]) -> None:
     model, cache = tiny_llama(), make()
-    refused(cache, lambda c: select_positions(c, [[0], [0]]), CacheError, *parts)
-    refused(cache, lambda c: attention_window_scores(model, c, WINDOW), CacheError, *parts)
+    expect_refused(cache, lambda c: select_positions(c, [[0], [0]]), CacheError, *parts)
+    expect_refused(cache, lambda c: attention_window_scores(model, c, WINDOW), CacheError, *parts)
     for policy in ("sink_recent", "attention", "snapkv"):
-        refused(cache, partial(select_with, model, policy), CacheError, *parts)
+        expect_refused(cache, partial(select_with, model, policy), CacheError, *parts)
 
 
 class NeedsMore:
@@ -160,14 +160,14 @@ def test_bad_settings(
     model = tiny_llama()
     cache = prefilled(model, PROMPT)
     setting = {"policy": "attention", "keep_frac": 0.5, "window_token_ids": WINDOW, **change}
-    refused(cache, lambda c: select_cache(model, c, **setting), error, *parts)
+    expect_refused(cache, lambda c: select_cache(model, c, **setting), error, *parts)
 
 
 def test_a_model_that_shows_no_queries_is_refused_where_they_are_needed() -> None:
     model = tiny_bare_model()
     cache = prefilled(model, PROMPT)
     for policy in ("attention", "pyramid", "snapkv"):
-        refused(
+        expect_refused(
             cache,
             partial(select_with, model, policy),
             UnsupportedModelError,
