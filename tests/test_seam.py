@@ -49,7 +49,7 @@ def call(*args: Any, **options: Any) -> Any:
     return held_by(base)(*args, **options)
 
 
-def run_python(code: str) -> str:
+def assert_runs(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", dedent(code)], capture_output=True, text=True, check=False
     )
@@ -58,7 +58,7 @@ def run_python(code: str) -> str:
 
 
 def test_it_is_installed_on_first_use_and_reaches_models_imported_before_and_after() -> None:
-    run_python(
+    assert_runs(
         """
         import sys
         import mlx_lm.models.base as base

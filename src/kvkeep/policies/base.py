@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
 
@@ -12,8 +15,11 @@ Need = Literal["queries", "keys", "values"]
 Scope = Literal["model", "head"]
 
 
-class Policy(Protocol):
+@dataclass(frozen=True)
+class Policy(ABC):
     """Scores the rows of a layer; frozen, and free of any state of a request.
+
+    Subclasses are frozen dataclasses whose fields are options, named as in `EvictionConfig`.
 
     Attributes:
         name: what flags and requests call it.
@@ -34,18 +40,49 @@ class Policy(Protocol):
     summary: ClassVar[str]
     source: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        """Refuse options out of range.
+
+        Raises:
+            ConfigError: names the option.
+        """
+        options = dataclasses.fields(self)
+        check_options(**{field.name: getattr(self, field.name) for field in options})
+
     @property
     def observation_window(self) -> int:
-        """W, the last queries that must be observed (0: none)."""
-        ...
+        """W, the last queries that must be observed; 0: none are needed."""
+        return 0
 
     def default_recent(self, budget: int) -> int:
-        """Recent rows kept in a budget of so many rows where the caller names no number."""
-        ...
+        """Recent rows kept in a budget of so many rows where the caller names no number.
 
+        An eighth of the budget: most scores alone would evict the end of the question.
+        """
+        return max(1, budget // 8)
+
+    @abstractmethod
     def score(self, view: LayerView) -> mx.array:
         """Scores [H_kv, T] float32, finite, higher = keep."""
-        ...
+
+
+class WindowPolicy(Policy):
+    """A policy that looks at the last `window` queries, whose rows always stay.
+
+    Attributes:
+        window: W, the last prompt queries that score.
+    """
+
+    window: int  # declared here, a field in each subclass: the order of options is theirs
+
+    @property
+    def observation_window(self) -> int:
+        """W."""
+        return self.window
+
+    def default_recent(self, budget: int) -> int:
+        """The window."""
+        return self.window
 
 
 def check_options(**options: Any) -> None:

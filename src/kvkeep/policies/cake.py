@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope, check_options
+from kvkeep.policies.base import Need, Scope, WindowPolicy
 from kvkeep.policies.grouping import grouped
 from kvkeep.policies.window import window_moments
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class Cake:
+class Cake(WindowPolicy):
     """Mean + gamma * variance over the window of softmax attention, pooled, group mean.
 
     The variance has the divisor W - 1 and is 0 for one query. The softmax runs over all T
@@ -45,23 +45,6 @@ class Cake:
     query_aware: ClassVar[bool] = True
     summary: ClassVar[str] = "mean + gamma * variance of the last W queries' attention, pooled"
     source: ClassVar[str] = "CAKE, arXiv:2503.12491"
-
-    def __post_init__(self) -> None:
-        check_options(
-            window=self.window,
-            gamma=self.gamma,
-            pool_kernel=self.pool_kernel,
-            pooling=self.pooling,
-        )
-
-    @property
-    def observation_window(self) -> int:
-        """W."""
-        return self.window
-
-    def default_recent(self, budget: int) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32; window rows hold the layer's maximum + 1."""

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope, check_options
+from kvkeep.policies.base import Need, Scope, WindowPolicy
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class ChunkKV:
+class ChunkKV(WindowPolicy):
     """SnapKV's scores summed over KV heads; each position gets the mean of its chunk.
 
     Chunks are `chunk_size` positions from the start on; the remainder is a chunk of its own.
@@ -48,23 +48,6 @@ class ChunkKV:
     query_aware: ClassVar[bool] = True
     summary: ClassVar[str] = "mean of SnapKV's scores in chunks of neighbouring positions"
     source: ClassVar[str] = "ChunkKV, arXiv:2502.00299"
-
-    def __post_init__(self) -> None:
-        check_options(
-            chunk_size=self.chunk_size,
-            window=self.window,
-            pool_kernel=self.pool_kernel,
-            pooling=self.pooling,
-        )
-
-    @property
-    def observation_window(self) -> int:
-        """W."""
-        return self.window
-
-    def default_recent(self, budget: int) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32, the same for every head and inside a chunk."""

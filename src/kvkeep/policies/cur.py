@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope, check_options
+from kvkeep.policies.base import Need, Policy, Scope
 from kvkeep.policies.pieces import by_position, squares
 from kvkeep.spec import LayerView
 
@@ -15,7 +15,7 @@ BLOCK = 16  # positions that leverage is relative to
 
 
 @dataclass(frozen=True)
-class Cur:
+class Cur(Policy):
     """||k||^2 times ||v||^2, each as a share of its block of 16 positions, over their sum.
 
     The last block may be shorter, which lifts its rows. A block of zeros has shares 0. The
@@ -39,18 +39,6 @@ class Cur:
     query_aware: ClassVar[bool] = False
     summary: ClassVar[str] = "large keys and values among their neighbours"
     source: ClassVar[str] = "CurDKV, arXiv:2509.15038"
-
-    def __post_init__(self) -> None:
-        check_options(sink_tokens=self.sink_tokens)
-
-    @property
-    def observation_window(self) -> int:
-        """No query is needed."""
-        return 0
-
-    def default_recent(self, budget: int) -> int:
-        """An eighth of the budget: lengths alone would evict the end of the question."""
-        return max(1, budget // 8)
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32, between 0 and 1."""

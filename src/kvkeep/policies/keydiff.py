@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope
+from kvkeep.policies.base import Need, Policy, Scope
 from kvkeep.policies.pieces import by_position, mean_direction, unit
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class KeyDiff:
+class KeyDiff(Policy):
     """-cos(k, mean over positions of k / ||k||), per KV head, in float32.
 
     A key of length 0, or a mean of length 0, has cosine 0.
@@ -28,15 +28,6 @@ class KeyDiff:
     query_aware: ClassVar[bool] = False
     summary: ClassVar[str] = "keys far from the mean direction"
     source: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
-
-    @property
-    def observation_window(self) -> int:
-        """No query is needed."""
-        return 0
-
-    def default_recent(self, budget: int) -> int:
-        """An eighth of the budget: directions alone would evict the end of the question."""
-        return max(1, budget // 8)
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32, between -1 and 1."""

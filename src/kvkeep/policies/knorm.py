@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope
+from kvkeep.policies.base import Need, Policy, Scope
 from kvkeep.policies.pieces import by_position, squares
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class Knorm:
+class Knorm(Policy):
     """The negative Euclidean length of the key, in float32: -||k||.
 
     In bfloat16 most lengths would tie.
@@ -28,15 +28,6 @@ class Knorm:
     query_aware: ClassVar[bool] = False
     summary: ClassVar[str] = "keys of small length"
     source: ClassVar[str] = "L2 norm, arXiv:2406.11430"
-
-    @property
-    def observation_window(self) -> int:
-        """No query is needed."""
-        return 0
-
-    def default_recent(self, budget: int) -> int:
-        """An eighth of the budget: lengths alone would evict the end of the question."""
-        return max(1, budget // 8)
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32."""

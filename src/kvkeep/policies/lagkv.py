@@ -8,7 +8,7 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from kvkeep.policies.base import Need, Scope, check_options
+from kvkeep.policies.base import Need, Policy, Scope
 from kvkeep.policies.window import PIECE_BYTES
 from kvkeep.spec import LayerView
 
@@ -17,7 +17,7 @@ _LEAST_RANGE = 1e-6
 
 
 @dataclass(frozen=True)
-class LagKV:
+class LagKV(Policy):
     """Spread over channels of keys and values, in units of the next partition's ranges.
 
     After the sinks, positions form partitions of `lag`. Each but the last is scored:
@@ -53,14 +53,6 @@ class LagKV:
     query_aware: ClassVar[bool] = False
     summary: ClassVar[str] = "spread of keys and values relative to the next partition"
     source: ClassVar[str] = "LagKV, arXiv:2504.04704"
-
-    def __post_init__(self) -> None:
-        check_options(sink_tokens=self.sink_tokens, lag=self.lag, cross=self.cross)
-
-    @property
-    def observation_window(self) -> int:
-        """No query is needed."""
-        return 0
 
     def default_recent(self, budget: int) -> int:
         """None has to be forced: the last partition ranks on top, the later the higher."""

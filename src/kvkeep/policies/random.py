@@ -8,12 +8,12 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from kvkeep.policies.base import Need, Scope, check_options
+from kvkeep.policies.base import Need, Policy, Scope
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Policy):
     """Uniform draws in [0, 1), independent in every layer and KV head.
 
     The seed and the layer's index determine a layer's draws (NumPy's PCG64), whatever else was
@@ -36,18 +36,6 @@ class Random:
     query_aware: ClassVar[bool] = False
     summary: ClassVar[str] = "random rows, independent per layer and head"
     source: ClassVar[str] = "the control"
-
-    def __post_init__(self) -> None:
-        check_options(seed=self.seed)
-
-    @property
-    def observation_window(self) -> int:
-        """No query is needed."""
-        return 0
-
-    def default_recent(self, budget: int) -> int:
-        """An eighth of the budget, as for `snapkv-d`."""
-        return max(1, budget // 8)
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32."""

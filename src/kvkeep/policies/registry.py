@@ -22,7 +22,7 @@ from kvkeep.policies.snapkv_d import SnapKVD
 from kvkeep.policies.tova import Tova
 from kvkeep.spec import EvictionConfig
 
-_CLASSES: tuple[type[Any], ...] = (
+_CLASSES: tuple[type[Policy], ...] = (
     SnapKVD,
     SnapKV,
     ChunkKV,
@@ -36,7 +36,7 @@ _CLASSES: tuple[type[Any], ...] = (
     SinkRecent,
     Random,
 )
-POLICIES: dict[str, type[Any]] = {cls.name: cls for cls in _CLASSES}
+POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 
 # Settings of an EvictionConfig that are options of some policies: None leaves the policy's
 # default, and a policy without the option refuses what is set.

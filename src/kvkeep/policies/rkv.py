@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope, check_options
+from kvkeep.policies.base import Need, Scope, WindowPolicy
 from kvkeep.policies.pieces import by_position, mean_direction, squares, unit
 from kvkeep.policies.window import pooled, window_mass
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class RKV:
+class RKV(WindowPolicy):
     """mix * attention - (1 - mix) * redundancy, per KV head.
 
     Attention is the mean over the window and the group of softmax attention, then max pooled.
@@ -46,18 +46,6 @@ class RKV:
     query_aware: ClassVar[bool] = True
     summary: ClassVar[str] = "attention of the last W queries, less the key's likeness to others"
     source: ClassVar[str] = "R-KV, arXiv:2505.24133"
-
-    def __post_init__(self) -> None:
-        check_options(window=self.window, pool_kernel=self.pool_kernel, mix=self.mix)
-
-    @property
-    def observation_window(self) -> int:
-        """W."""
-        return self.window
-
-    def default_recent(self, budget: int) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32; window rows hold the layer's maximum + 1."""

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope
+from kvkeep.policies.base import Need, Policy, Scope
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class SinkRecent:
+class SinkRecent(Policy):
     """The later, the higher: with the sinks that selection forces, first s + most recent.
 
     Inspired by StreamingLLM (Xiao et al., arXiv:2309.17453). Unlike there, kept keys stay at
@@ -25,11 +25,6 @@ class SinkRecent:
     query_aware: ClassVar[bool] = False
     summary: ClassVar[str] = "the first positions and the most recent"
     source: ClassVar[str] = "after StreamingLLM, arXiv:2309.17453"
-
-    @property
-    def observation_window(self) -> int:
-        """No query is needed."""
-        return 0
 
     def default_recent(self, budget: int) -> int:
         """None has to be forced: the scores rise to the end."""

@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope, check_options
+from kvkeep.policies.base import Need, Scope, WindowPolicy
 from kvkeep.policies.grouping import grouped
 from kvkeep.policies.window import window_mass
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class SnapKV:
+class SnapKV(WindowPolicy):
     """Mean over the window of softmax attention, pooled, then the mean over the group.
 
     The softmax runs over all T keys; the window's own columns are then cut off and rank
@@ -45,18 +45,6 @@ class SnapKV:
     query_aware: ClassVar[bool] = True
     summary: ClassVar[str] = "attention of the last W queries per KV head, pooled over positions"
     source: ClassVar[str] = "SnapKV, arXiv:2404.14469"
-
-    def __post_init__(self) -> None:
-        check_options(window=self.window, pool_kernel=self.pool_kernel, pooling=self.pooling)
-
-    @property
-    def observation_window(self) -> int:
-        """W."""
-        return self.window
-
-    def default_recent(self, budget: int) -> int:
-        """The window."""
-        return self.window
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32; window rows hold the layer's maximum + 1."""

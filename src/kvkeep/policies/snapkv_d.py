@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope, check_options
+from kvkeep.policies.base import Need, Scope, WindowPolicy
 from kvkeep.policies.window import window_mass
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class SnapKVD:
+class SnapKVD(WindowPolicy):
     """Sum over window queries, heads and layers of softmax attention; no pooling.
 
     Source: mlx-lm pull request 1518. Query-aware.
@@ -33,14 +33,6 @@ class SnapKVD:
     query_aware: ClassVar[bool] = True
     summary: ClassVar[str] = "attention of the last W queries, summed over heads and layers"
     source: ClassVar[str] = "mlx-lm pull request 1518"
-
-    def __post_init__(self) -> None:
-        check_options(window=self.window)
-
-    @property
-    def observation_window(self) -> int:
-        """W."""
-        return self.window
 
     def default_recent(self, budget: int) -> int:
         """An eighth of the budget, as in the seed."""

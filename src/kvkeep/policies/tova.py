@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from kvkeep.policies.base import Need, Scope
+from kvkeep.policies.base import Need, Policy, Scope
 from kvkeep.policies.window import window_mass
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
-class Tova:
+class Tova(Policy):
     """Softmax attention of the last query, mean over all query heads; the last row on top.
 
     All KV heads get the same scores. The last position holds the maximum + 1.
