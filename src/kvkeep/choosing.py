@@ -9,11 +9,12 @@ import mlx.core as mx
 import numpy as np
 
 from kvkeep.attention import Observation
-from kvkeep.caches import is_exact, is_plain, layer_positions, layer_rows
+from kvkeep.caches import is_exact, is_plain, layer_positions, row_groups
 from kvkeep.errors import CacheError
 from kvkeep.policies import Policy
 from kvkeep.selection import select_rows
 from kvkeep.spec import EvictionConfig, LayerSelection, LayerView
+from kvkeep.views import layer_view
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,9 @@ class Chooser:
         return self._select(total, caches[0])
 
     def _view(self, cache: Any, index: int) -> LayerView:
-        keys, values = layer_rows(cache)
-        observer = self.seen.observers.get(index)
-        queries = None if observer is None or observer.queries is None else observer.queries[0]
-        return LayerView(
-            keys=keys,
-            values=values,
-            queries=queries,
-            scale=1.0 if observer is None else observer.scale,
-            layer=index,
-            n_layers=self.n_layers,
-            sinks=None if observer is None else observer.sinks,
-            score_chunk_size=self.config.score_chunk_size,
-        )
+        (group,) = row_groups(cache)
+        chunk = self.config.score_chunk_size
+        return layer_view(group, index, self.seen, n_layers=self.n_layers, score_chunk_size=chunk)
 
     def _select(self, scores: mx.array, cache: Any) -> LayerSelection:
         config, keep = self.config, self.keep

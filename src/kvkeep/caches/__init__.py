@@ -3,6 +3,7 @@
 from kvkeep.caches.base import CompactCache
 from kvkeep.caches.batch import BatchPositionPreservingKVCache
 from kvkeep.caches.compact import PositionPreservingKVCache
+from kvkeep.caches.groups import RowGroup
 from kvkeep.caches.masks import is_window_mask
 from kvkeep.caches.mixing import accept_compact_in_stock_batches
 from kvkeep.caches.protocol import OwnsAttention, on_seam_needed, request_seam
@@ -17,6 +18,7 @@ from kvkeep.caches.retain import (
     live_nbytes,
     require_evictable,
     retained,
+    row_groups,
 )
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "OwnsAttention",
     "PositionPreservingKVCache",
     "PositionPreservingQuantizedKVCache",
+    "RowGroup",
     "accept_compact_in_stock_batches",
     "bytes_per_row",
     "is_compact",
@@ -38,4 +41,5 @@ __all__ = [
     "request_seam",
     "require_evictable",
     "retained",
+    "row_groups",
 ]

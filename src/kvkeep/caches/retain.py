@@ -10,6 +10,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kvkeep.caches.base import CompactCache
 from kvkeep.caches.compact import PositionPreservingKVCache
+from kvkeep.caches.groups import RowGroup, whole_group
 from kvkeep.caches.rows import gather_rows
 from kvkeep.errors import CacheError, SelectionError
 from kvkeep.spec import LayerSelection
@@ -97,6 +98,16 @@ def layer_positions(layer: Any) -> np.ndarray:
     if is_exact(layer):
         return np.arange(layer.offset)[None]
     return layer.position_table()
+
+
+def row_groups(layer: Any) -> tuple[RowGroup, ...]:
+    """Live rows of an exact or compact layer, by groups of heads that hold equally many.
+
+    Raises:
+        CacheError: the layer holds more than one request.
+    """
+    layer_rows(layer)
+    return (whole_group(layer, layer_positions(layer)),)
 
 
 def retained(layer: Any, kept: LayerSelection) -> PositionPreservingKVCache:

@@ -13,7 +13,7 @@ from typing import Any
 from kvkeep.errors import ConfigError
 from kvkeep.spec.budget import Budget
 
-STORES = ("auto", "shared", "per-head")
+STORES = ("auto", "shared", "per-head", "ragged", "union")
 POOLINGS = ("avg", "max", "none")
 
 
@@ -25,7 +25,15 @@ class EvictionConfig:
         policy: registered policy name (see `kvkeep.policies`).
         budget: anything `Budget.parse` reads; it is read at once, and `limit` is the result.
         allocation: registered allocation name.
-        store: "shared" (one set per layer), "per-head", or "auto": what the policy scores.
+        store: "shared" (one set per layer), "per-head" (equal counts), "ragged" (unequal
+            counts, in groups of heads of equal length), "union" (every head stores what any
+            head keeps, under a mask), or "auto": what the policy and the allocation choose.
+        alpha: share of a head's even part that it gets whatever its scores (adaptive
+            allocations); None is the allocation's default.
+        beta: how steep the pyramid is; None is the allocation's default.
+        max_groups: lengths that the heads of a ragged layer may have, at most: fewer groups
+            are fewer attention calls, more groups follow the allocation closer.
+        head_profile: path of the head profile that allocation "duo" reads, or None.
         window: W, the last prompt queries that score; None is the policy's default.
         pool_kernel: odd width of the score pooling in positions; None is the policy's default.
         pooling: "avg", "max" or "none"; None is the policy's default.
@@ -58,6 +66,10 @@ class EvictionConfig:
     cross: bool | None = None
     gamma: float | None = None
     mix: float | None = None
+    alpha: float | None = None
+    beta: int | None = None
+    max_groups: int = 4
+    head_profile: str | None = None
     sink_tokens: int = 4
     recent_tokens: int | None = None
     min_tokens: int = 128
@@ -87,6 +99,10 @@ class EvictionConfig:
         )
         _require_number("gamma", self.gamma, "a finite number >= 0", sys.float_info.max)
         _require_number("mix", self.mix, "a number between 0 and 1", 1)
+        _require_number("alpha", self.alpha, "a number between 0 and 1", 1)
+        _require_int("beta", self.beta, 1, optional=True)
+        _require_int("max_groups", self.max_groups, 1)
+        _require_path("head_profile", self.head_profile)
         _require_int("sink_tokens", self.sink_tokens, 0)
         _require_int("recent_tokens", self.recent_tokens, 0, optional=True)
         _require_int("min_tokens", self.min_tokens, 0)
@@ -174,3 +190,8 @@ def _require_number(name: str, value: object, expected: str, most: float) -> Non
     if value is not None:
         number = isinstance(value, Real) and not isinstance(value, bool)
         _require(number and 0 <= value <= most, name, expected, value)  # type: ignore[operator]
+
+
+def _require_path(name: str, value: object) -> None:
+    path = value is None or (isinstance(value, str) and value.strip() != "")
+    _require(path, name, "the path of a file", value)
