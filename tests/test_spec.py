@@ -176,7 +176,7 @@ def test_an_unknown_setting_is_named_with_the_known_ones() -> None:
         *(("window", bad) for bad in (0, -1, 2.0, "8", True)),
         *(("pool_kernel", bad) for bad in (0, 4, -3, 5.0, True)),
         *(("pooling", bad) for bad in ("mean", "", 3)),
-        *(("store", bad) for bad in ("ragged", "", None, 1)),
+        *(("store", bad) for bad in ("raged", "", None, 1)),
         *(("policy", bad) for bad in (None, 1)),
         *(("allocation", bad) for bad in (None, 1)),
         *(("sink_tokens", bad) for bad in (-1, None, 1.5, True)),
