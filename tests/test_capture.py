@@ -14,10 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from bare_models import attention_inputs, window_weights
 from kvkeep import SnapKVAttentionCapture
 from kvkeep.attention import install, installed, observed_prefill, remove
-from kvkeep.choosing import Chooser
+from kvkeep.caches import row_groups
 from kvkeep.errors import ConfigError, SelectionError
 from kvkeep.policies import SnapKVD
-from kvkeep.spec import EvictionConfig
+from kvkeep.views import layer_view
 from oracles import prefilled
 from tiny_models import random_tokens, tiny_bare_model, tiny_llama
 
@@ -78,11 +78,11 @@ def test_it_is_the_sum_that_snapkv_d_takes_through_the_seam() -> None:
         install()
     cache = make_prompt_cache(model)
     seen = observed_prefill(model, TOKENS, cache, [0, 1], window=24, policy="snapkv-d", step=13)
-    chooser = Chooser(EvictionConfig(), SnapKVD(), 16, 2, seen)
-    through_seam = sum(
-        np.asarray(SnapKVD().score(chooser._view(cache[layer], layer))).sum(axis=0)
+    views = [
+        layer_view(row_groups(cache[layer])[0], layer, seen, n_layers=2, score_chunk_size=8)
         for layer in (0, 1)
-    )
+    ]
+    through_seam = sum(np.asarray(SnapKVD().score(view)).sum(axis=0) for view in views)
     np.testing.assert_allclose(scores, through_seam, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(scores, right_scores(model, TOKENS, 24), rtol=1e-4, atol=1e-6)
     if not was_installed:

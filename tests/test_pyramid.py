@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.allocation import ALLOCATIONS, get_allocation, pyramid_budgets, uniform_counts
+from kvkeep.allocation import pyramid_budgets
 from kvkeep.errors import BudgetError, ConfigError
 
 
@@ -104,38 +103,3 @@ class TestPyramid:
     def test_bad_settings(self, setting: tuple[int, int, int], name: str) -> None:
         with pytest.raises(ConfigError, match=f"bad value for {name}"):
             pyramid_budgets(64, *setting)
-
-
-class TestUniform:
-    def test_each_head_of_each_layer_gets_the_same(self) -> None:
-        counts = uniform_counts(17, 3, 2)
-        assert counts.dtype == np.int64
-        assert counts.tolist() == [[17, 17]] * 3
-
-    @pytest.mark.parametrize("bad", [(0, 3, 2), (-1, 3, 2)])
-    def test_bad_budget(self, bad: tuple[int, int, int]) -> None:
-        with pytest.raises(BudgetError):
-            uniform_counts(*bad)
-
-    @pytest.mark.parametrize(("bad", "name"), [((5, 0, 2), "n_layers"), ((5, 3, 0), "n_heads")])
-    def test_bad_shape(self, bad: tuple[int, int, int], name: str) -> None:
-        with pytest.raises(ConfigError, match=name):
-            uniform_counts(*bad)
-
-
-class TestRegistry:
-    @pytest.mark.parametrize("name", sorted(ALLOCATIONS))
-    def test_each_allocation_spends_the_whole_budget(self, name: str) -> None:
-        counts = get_allocation(name)(33, 5, 4)
-        assert counts.shape == (5, 4)
-        assert counts.sum() == 33 * 5 * 4
-        assert counts.min() >= 1
-
-    def test_a_misspelt_name_is_told_the_nearest(self) -> None:
-        with pytest.raises(ConfigError, match=r"got 'unifrom'\. Did you mean 'uniform'\?"):
-            get_allocation("unifrom")
-
-    @pytest.mark.parametrize("name", ["xyz", "", None, 3])
-    def test_an_unknown_name_is_told_what_there_is(self, name: object) -> None:
-        with pytest.raises(ConfigError, match="expected one of uniform"):
-            get_allocation(name)  # type: ignore[arg-type]

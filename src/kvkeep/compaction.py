@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvkeep.allocation import get_allocation
+from kvkeep.allocation import Allocation, allocation_of
 from kvkeep.attention import (
     Observation,
     ProgressCallback,
@@ -30,7 +30,7 @@ from kvkeep.caches import (
     require_evictable,
     retained,
 )
-from kvkeep.choosing import Chooser, require_choosable
+from kvkeep.choosing import Chooser, require_choosable, require_compatible
 from kvkeep.errors import (
     BudgetError,
     CacheError,
@@ -182,8 +182,8 @@ def prefill_and_compact(
         ConfigError, UnsupportedModelError: before anything was computed, where that can be
             known; whatever is raised, the layers of `cache` hold what they held before.
     """
-    policy = policy_of(config)
-    get_allocation(config.allocation)
+    policy, allocation = policy_of(config), allocation_of(config)
+    require_compatible(config, policy, allocation)
     layers = evictable_layers(model, cache)
     length = len(tokens) + cache[layers[0]].offset
     rows = len(tokens) + cache[layers[0]].size()
@@ -198,7 +198,7 @@ def prefill_and_compact(
             tokens,
             cache,
             [] if whole else layers,  # nothing is asked of a model that keeps every row
-            window=0 if whole else policy.observation_window,
+            window=0 if whole else max(policy.observation_window, allocation.window),
             policy=policy.name,
             allow_capture=policy.scope == "model",
             score_chunk_size=config.score_chunk_size,
@@ -206,7 +206,7 @@ def prefill_and_compact(
             progress=progress,
         )
         prefill = time.perf_counter() - start
-        selection = choose_observed(cache, layers, seen, config, policy)
+        selection = choose_observed(cache, layers, seen, config, policy, allocation)
         score = time.perf_counter() - start - prefill
     result = store_selection(list(cache) if keep_exact else cache, selection)
     return replace(result, times=replace(result.times, prefill=prefill, score=score))
@@ -266,6 +266,7 @@ def choose_observed(
     seen: Observation,
     config: EvictionConfig,
     policy: Policy,
+    allocation: Allocation,
 ) -> Selection:
     """Score and select; no layer in it where nothing is to be evicted. No cache is changed.
 
@@ -279,14 +280,17 @@ def choose_observed(
     for index in layers:
         _require_offset(cache[index].offset, offset, index)
         layer_rows(cache[index])
-    keep = config.limit.rows(
+    limit = config.limit
+    fixed = cache_nbytes(cache) - sum(live_nbytes(cache[i]) for i in layers)
+    keep = limit.rows(
         offset,
         bytes_per_row=sum(bytes_per_row(cache[i]) for i in layers),
-        fixed_bytes=cache_nbytes(cache) - sum(live_nbytes(cache[i]) for i in layers),
+        fixed_bytes=fixed,
     )
     if offset <= config.min_tokens or keep >= rows:
         return Selection(offset, {})
-    chooser = Chooser(config, policy, keep, len(layers), seen)
+    most = int(limit.amount) - fixed if limit.unit == "bytes" else None
+    chooser = Chooser(config, policy, allocation, keep, len(layers), seen, most)
     return Selection(offset, chooser.choose(cache, layers))
 
 

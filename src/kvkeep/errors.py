@@ -66,5 +66,9 @@ class UnsupportedModelError(KvkeepError):
     """The model's attention or cache cannot be evicted exactly: refused by name."""
 
 
+class HeadProfileError(KvkeepError, ValueError):
+    """A head profile is missing, damaged, or of another model or configuration."""
+
+
 class DemoModelError(KvkeepError):
     """The demo model could not be fetched, verified or converted."""

@@ -51,10 +51,70 @@ def select_rows(
         SelectionError: the scores have another shape or are not finite numbers.
     """
     rows = _finite(_per_head(scores))
-    forced = np.zeros(rows.shape[1], dtype=np.bool_)
-    for start, stop in parse_ranges(protected):
-        forced[start:stop] = True
+    forced = _inside(protected, rows.shape[1])
     return _select(rows, keep, forced, sinks=sinks, recent=recent)
+
+
+def select_unequal_rows(
+    scores: Scores,
+    counts: Sequence[int] | np.ndarray,
+    *,
+    sinks: int = 0,
+    recent: int = 0,
+    protected: Sequence[tuple[int, int]] = (),
+) -> list[np.ndarray]:
+    """As `select_rows`, with a number of rows for each head.
+
+    Args:
+        scores: [H, T].
+        counts: [H] rows to keep.
+
+    Returns:
+        H arrays [min(counts[h], T)] int32, ascending and unique.
+
+    Raises:
+        BudgetError, ConfigError, SelectionError: as `select_rows`, or H counts are not given.
+    """
+    rows, asked = _finite(_per_head(scores)), np.asarray(counts)
+    if asked.shape != (len(rows),):
+        raise SelectionError(
+            "counts do not fit the heads",
+            expected=f"{len(rows)} counts",
+            received=f"shape {asked.shape}",
+        )
+    chosen: dict[int, np.ndarray] = {}
+    for count in np.unique(asked):
+        (heads,) = np.nonzero(asked == count)
+        forced = _inside(protected, rows.shape[1])
+        kept = _select(rows[heads], count, forced, sinks=sinks, recent=recent)
+        chosen.update(zip(heads.tolist(), kept, strict=True))
+    return [chosen[head] for head in range(len(rows))]
+
+
+def forced_rows(
+    length: int,
+    keep: int,
+    *,
+    sinks: int = 0,
+    recent: int = 0,
+    protected: Sequence[tuple[int, int]] = (),
+) -> np.ndarray:
+    """Which rows stay whatever they score, in a budget of `keep`: bool [T].
+
+    Raises:
+        BudgetError, ConfigError: as `select_rows`.
+    """
+    forced = _inside(protected, length)
+    _force_ends(forced, min(keep, length), sinks=sinks, recent=recent)
+    return forced
+
+
+def _inside(protected: Sequence[tuple[int, int]], length: int) -> np.ndarray:
+    """Which of `length` positions lie in one of the ranges."""
+    inside = np.zeros(length, dtype=np.bool_)
+    for start, stop in parse_ranges(protected):
+        inside[start:stop] = True
+    return inside
 
 
 def topk_indices_per_head(
@@ -176,6 +236,19 @@ def _select(
     """[H, min(keep, T)] positions of scores [H, T]; `forced` [T] is filled in place."""
     heads, length = scores.shape
     rows = min(checked_count("keep", keep, 1, BudgetError), length)
+    left = _force_ends(forced, rows, sinks=sinks, recent=recent)
+    kept = _with_highest(scores, forced, left)
+    flat = np.flatnonzero(kept).reshape(heads, rows)
+    return (flat - np.arange(heads)[:, None] * length).astype(np.int32)
+
+
+def _force_ends(forced: np.ndarray, rows: int, *, sinks: int, recent: int) -> int:
+    """Add first and last positions to `forced` [T], in place: what is left of `rows`.
+
+    Raises:
+        BudgetError: the rows do not hold what is forced already.
+    """
+    length = len(forced)
     left = rows - int(np.count_nonzero(forced))
     if left < 0:
         raise BudgetError(
@@ -191,9 +264,7 @@ def _select(
     last = start + np.flatnonzero(~forced[start:])
     last = last[max(0, len(last) - (left - len(first))) :]
     forced[last] = True
-    kept = _with_highest(scores, forced, left - len(first) - len(last))
-    flat = np.flatnonzero(kept).reshape(heads, rows)
-    return (flat - np.arange(heads)[:, None] * length).astype(np.int32)
+    return left - len(first) - len(last)
 
 
 def _with_highest(scores: np.ndarray, forced: np.ndarray, count: int) -> np.ndarray:

@@ -2,8 +2,100 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from kvkeep.allocation.apportion import rows_by_layer
+from kvkeep.allocation.base import Allocation, Demand
 from kvkeep.errors import BudgetError
 from kvkeep.spec import checked_count
+
+
+@dataclass(frozen=True)
+class Pyramid(Allocation):
+    """Rows fall from the first layer to the last: `pyramid_budgets`, its total exact.
+
+    A layer that would get more rows than it holds hands the surplus to the others, in
+    proportion to theirs. Source: Cai et al., "PyramidKV", arXiv:2406.02069.
+
+    Attributes:
+        beta: how steep: the last layer holds about 1/beta of the mean, window aside.
+
+    Raises:
+        ConfigError: `beta` is out of range.
+    """
+
+    beta: int = 20
+
+    name: ClassVar[str] = "pyramid"
+    summary: ClassVar[str] = "more rows in the first layers, fewer in the last"
+    source: ClassVar[str] = "PyramidKV, arXiv:2406.02069"
+
+    def counts(self, demand: Demand) -> list[np.ndarray]:
+        """[S] counts per layer, falling."""
+        window = min(demand.recent, demand.keep - 1)
+        weights = pyramid_budgets(demand.keep, len(demand.heads), window, self.beta)
+        return rows_by_layer(weights, demand)
+
+
+@dataclass(frozen=True)
+class PyramidKvpress(Allocation):
+    """As `pyramid`, by kvpress's schedule.
+
+    It is linear with the window inside, and uniform where its last layer would
+    fall below the window. kvpress rounds each layer by itself, so its total may be off by some
+    rows; here the counts are scaled to the exact total.
+
+    Source: kvpress 0.5.5, pyramidkv_press.py, lines 47 to 86.
+
+    Attributes:
+        beta: how steep: the last layer holds 1/beta of the mean.
+
+    Raises:
+        ConfigError: `beta` is out of range.
+    """
+
+    beta: int = 20
+
+    name: ClassVar[str] = "pyramid-kvpress"
+    summary: ClassVar[str] = "as pyramid, by kvpress's schedule (window inside, else uniform)"
+    source: ClassVar[str] = "kvpress 0.5.5, pyramidkv_press.py"
+
+    def counts(self, demand: Demand) -> list[np.ndarray]:
+        """[S] counts per layer, falling or all equal."""
+        length = min(int(held.min()) for held in demand.held)
+        weights = pyramid_kvpress_budgets(
+            length, demand.keep, len(demand.heads), demand.recent, self.beta
+        )
+        return rows_by_layer(weights, demand)
+
+
+def pyramid_kvpress_budgets(
+    length: int, mean: float, n_layers: int, window: int, beta: int = 20
+) -> list[int]:
+    """Kvpress's rows per layer, as it rounds them: the sum may differ from mean * n_layers.
+
+    Args:
+        length: T.
+        mean: rows per layer and KV head, T * (1 - ratio); may be a fraction.
+        n_layers: L.
+        window: W; the schedule never goes below it.
+        beta: how steep.
+
+    Returns:
+        L counts, window included.
+    """
+    low = mean / beta
+    high = 2 * mean - low
+    if high >= length - window:
+        high = length - window
+        low = 2 * mean - high
+    if n_layers < 2 or not length >= high >= low >= window:
+        return [round(mean)] * n_layers
+    step = (high - low) / (n_layers - 1)
+    return [round(high - layer * step) for layer in range(n_layers)]
 
 
 def pyramid_budgets(total_keep: int, n_layers: int, window: int, beta: int = 20) -> list[int]:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 
-from kvkeep.errors import BudgetError
-from kvkeep.spec import checked_count
+from kvkeep.allocation.apportion import rows_by_layer
+from kvkeep.allocation.base import Allocation, Demand
 
 
-def uniform_counts(total_per_head: int, n_layers: int, n_heads: int) -> np.ndarray:
-    """Rows to keep per layer and KV head: `total_per_head` everywhere.
+@dataclass(frozen=True)
+class Uniform(Allocation):
+    """`keep` rows in each layer and head. Source: SnapKV and most others."""
 
-    Returns:
-        [L, H_kv] int64; the sum is total_per_head * n_layers * n_heads.
+    name: ClassVar[str] = "uniform"
+    summary: ClassVar[str] = "the same number of rows in each layer and head"
+    source: ClassVar[str] = "SnapKV, arXiv:2404.14469"
 
-    Raises:
-        BudgetError: `total_per_head` is not a whole number >= 1.
-        ConfigError: `n_layers` or `n_heads` is not a whole number >= 1.
-    """
-    rows = checked_count("total_per_head", total_per_head, 1, BudgetError)
-    layers = checked_count("n_layers", n_layers, 1)
-    heads = checked_count("n_heads", n_heads, 1)
-    return np.full((layers, heads), rows, dtype=np.int64)
+    def counts(self, demand: Demand) -> list[np.ndarray]:
+        """[S] counts per layer, all equal to `keep` or to what is held."""
+        return rows_by_layer(np.ones(len(demand.heads)), demand)

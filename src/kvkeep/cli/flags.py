@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvkeep.allocation import ALLOCATIONS, get_allocation
+from kvkeep.allocation import ALLOCATIONS, allocation_of
+from kvkeep.choosing import require_compatible
 from kvkeep.errors import ConfigError
 from kvkeep.generation import RECOMMENDED
 from kvkeep.policies import POLICIES, policy_of
@@ -45,6 +46,13 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], object], str], ...] = (
     ("cross", "cross", true_or_false, "whether lagkv compares values across partitions"),
     ("gamma", "gamma", float, "what cake multiplies the variance of attention by"),
     ("mix", "mix", float, "share of attention in rkv's score, between 0 and 1"),
+    ("alpha", "alpha", float, "share of a head's even part that adaptive and global guarantee it"),
+    ("beta", "beta", int, "how steep the pyramid is"),
+    ("tau1", "tau1", float, "how little entropy counts in allocation cake"),
+    ("tau2", "tau2", float, "how little variance counts in allocation cake"),
+    ("heads", "head_profile", str, "head profile that allocation duo deals rows out by"),
+    ("retrieval-share", "retrieval_share", float, "share of the heads that retrieve in duo"),
+    ("max-groups", "max_groups", int, "lengths that heads of a ragged layer may have, at most"),
     ("seed", "seed", int, "of the policies that draw"),
     (
         "protect",
@@ -58,6 +66,7 @@ _METAVARS = {
     "budget": "BUDGET",
     "protect": "RANGES",
     "cross": "true|false",
+    "head_profile": "FILE",
     **dict.fromkeys(_NAMES, "NAME"),
 }
 _UNSET = {
@@ -70,6 +79,9 @@ _UNSET = {
     "cross": "the policy's own",
     "gamma": "the policy's own",
     "mix": "the policy's own",
+    **dict.fromkeys(("alpha", "beta", "tau1", "tau2"), "the allocation's own"),
+    "head_profile": "none",
+    "retrieval_share": "as many heads as fit with all their rows",
     "protect": "none",
 }
 
@@ -108,8 +120,7 @@ def eviction_config(args: argparse.Namespace) -> EvictionConfig | None:
         return None
     settings = {setting: getattr(args, f"kv_{setting}") for _, setting, _, _ in _FLAGS}
     config = EvictionConfig.parse({"policy": args.kv_eviction, **settings}, RECOMMENDED)
-    policy_of(config)
-    get_allocation(config.allocation)
+    require_compatible(config, policy_of(config), allocation_of(config))
     return config
 
 

@@ -7,7 +7,13 @@ from kvkeep.policies.registry import POLICIES, get_policy, policy_of
 from kvkeep.policies.rkv import RKV
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.snapkv_d import SnapKVD
-from kvkeep.policies.window import pooled, window_attention, window_mass, window_moments
+from kvkeep.policies.window import (
+    pooled,
+    window_attention,
+    window_mass,
+    window_moments,
+    window_shape,
+)
 
 __all__ = [
     "POLICIES",
@@ -24,4 +30,5 @@ __all__ = [
     "window_attention",
     "window_mass",
     "window_moments",
+    "window_shape",
 ]

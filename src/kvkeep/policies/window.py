@@ -97,6 +97,17 @@ def window_moments(view: LayerView) -> mx.array:
     return _over_window(view, _sum_window_twice)
 
 
+def window_shape(view: LayerView) -> mx.array:
+    """As `window_moments`, with the entropy terms beside it: [3, H_q, T] float32.
+
+    The third part is the sum over the window of -a log a, of each weight a.
+
+    Raises:
+        ConfigError: the view has no queries, or more of them than keys.
+    """
+    return _over_window(view, _sum_window_shape)
+
+
 def _over_window(view: LayerView, reduce: Reduce) -> mx.array:
     """Sum of `reduce` over the window's queries, a few at a time: [..., H_q, T].
 
@@ -191,3 +202,8 @@ def _sum_window(weights: mx.array) -> mx.array:
 
 def _sum_window_twice(weights: mx.array) -> mx.array:
     return mx.stack([weights.sum(axis=2), mx.square(weights).sum(axis=2)])
+
+
+def _sum_window_shape(weights: mx.array) -> mx.array:
+    surprise = -weights * mx.log(mx.maximum(weights, 1e-30))
+    return mx.concatenate([_sum_window_twice(weights), surprise.sum(axis=2)[None]])

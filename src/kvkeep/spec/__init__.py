@@ -3,6 +3,7 @@
 from kvkeep.spec.budget import Budget
 from kvkeep.spec.checks import checked_count
 from kvkeep.spec.config import POOLINGS, STORES, EvictionConfig, parse_ranges
+from kvkeep.spec.head_profile import HeadProfile, load_head_profile
 from kvkeep.spec.results import CompactionTimes, SnapKVEvictionResult
 from kvkeep.spec.view import LayerSelection, LayerView, Selection, checked_positions
 
@@ -12,11 +13,13 @@ __all__ = [
     "Budget",
     "CompactionTimes",
     "EvictionConfig",
+    "HeadProfile",
     "LayerSelection",
     "LayerView",
     "Selection",
     "SnapKVEvictionResult",
     "checked_count",
     "checked_positions",
+    "load_head_profile",
     "parse_ranges",
 ]

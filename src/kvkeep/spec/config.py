@@ -31,6 +31,10 @@ class EvictionConfig:
         alpha: share of a head's even part that it gets whatever its scores (adaptive
             allocations); None is the allocation's default.
         beta: how steep the pyramid is; None is the allocation's default.
+        tau1, tau2: how little entropy and variance count (allocation "cake"); None is its
+            default.
+        retrieval_share: share of all heads that retrieve (allocation "duo"); None is as many
+            as fit with all their rows.
         max_groups: lengths that the heads of a ragged layer may have, at most: fewer groups
             are fewer attention calls, more groups follow the allocation closer.
         head_profile: path of the head profile that allocation "duo" reads, or None.
@@ -68,6 +72,9 @@ class EvictionConfig:
     mix: float | None = None
     alpha: float | None = None
     beta: int | None = None
+    tau1: float | None = None
+    tau2: float | None = None
+    retrieval_share: float | None = None
     max_groups: int = 4
     head_profile: str | None = None
     sink_tokens: int = 4
@@ -100,6 +107,12 @@ class EvictionConfig:
         _require_number("gamma", self.gamma, "a finite number >= 0", sys.float_info.max)
         _require_number("mix", self.mix, "a number between 0 and 1", 1)
         _require_number("alpha", self.alpha, "a number between 0 and 1", 1)
+        _require_number("retrieval_share", self.retrieval_share, "a number between 0 and 1", 1)
+        for name in ("tau1", "tau2"):
+            value = getattr(self, name)
+            expected = "a finite number above 0"
+            _require_number(name, value, expected, sys.float_info.max)
+            _require(value is None or value > 0, name, expected, value)
         _require_int("beta", self.beta, 1, optional=True)
         _require_int("max_groups", self.max_groups, 1)
         _require_path("head_profile", self.head_profile)
