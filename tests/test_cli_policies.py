@@ -14,20 +14,24 @@ import pytest
 import kvkeep
 from commands import fault_of
 from kvkeep import RECOMMENDED, EvictionConfig, get_policy
+from kvkeep.allocation import ALLOCATIONS, allocation_of
 from kvkeep.cli.flags import eviction_config, true_or_false
 from kvkeep.cli.main import build_parser, main
 from kvkeep.policies import POLICIES, policy_of
 
 
-def listed(capsys: pytest.CaptureFixture[str], width: int = 220) -> dict[str, str]:
-    """Name → the policy's lines, one after the other."""
+def listed(
+    capsys: pytest.CaptureFixture[str], width: int = 220, *, part: int = 0
+) -> dict[str, str]:
+    """Name → the lines of a policy (part 0) or an allocation (part 1)."""
     assert main(["policies"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= width
+    names = (POLICIES, ALLOCATIONS)[part]
     rows: dict[str, str] = {}
     name = ""
-    for line in out.splitlines():
-        if (first := re.match(r"\S+", line)) and first[0] in POLICIES:
+    for line in re.split(r"^(?=allocation )", out, flags=re.MULTILINE)[part].splitlines():
+        if (first := re.match(r"\S+", line)) and first[0] in names:
             name = first[0]
             assert name not in rows
         if name and line.strip() and not line.startswith("*"):
@@ -52,6 +56,38 @@ def test_every_policy_is_listed_with_what_it_is(
             assert f"{field.name}={field.default}" in row
         assert policy.summary in row
         assert row.startswith(f"{name} *") == (name == RECOMMENDED.policy)
+
+
+def test_every_allocation_is_listed_with_what_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "220")
+    rows = listed(capsys, part=1)
+    assert list(rows) == list(ALLOCATIONS)
+    for name, row in rows.items():
+        rule = ALLOCATIONS[name]
+        assert rule.summary in row
+        assert rule.source in row
+        assert ("heads of a layer differ" in row) == rule.by_head
+        assert row.startswith(f"{name} *") == (name == RECOMMENDED.allocation)
+    assert "alpha=0.2" in rows["adaptive"]
+    assert "profile" not in rows["duo"].replace("head profile", "")
+
+
+@pytest.mark.parametrize("name", sorted({*ALLOCATIONS} - {"duo"}))
+def test_every_allocation_option_is_a_flag(name: str) -> None:
+    values = {"alpha": "0.35", "beta": "7", "tau1": "1.5", "tau2": "0.5"}
+    fields = [field.name for field in dataclasses.fields(ALLOCATIONS[name])]
+    argv = ["generate", "--kv-allocation", name, "--kv-max-groups", "3"]
+    for field in fields:
+        argv += [f"--kv-{field}", values[field]]
+    config = eviction_config(build_parser().parse_args(argv))
+    assert isinstance(config, EvictionConfig)
+    assert config.max_groups == 3
+    rule = allocation_of(config)
+    assert type(rule) is ALLOCATIONS[name]
+    for field in fields:
+        assert str(getattr(rule, field)) == values[field]
 
 
 @pytest.mark.parametrize("width", ["80", "100"])
@@ -115,6 +151,10 @@ def test_bad_values_of_the_new_flags(capsys: pytest.CaptureFixture[str]) -> None
         (("lagkv", "--kv-lag", "0"), "bad value for lag"),
         (("cake", "--kv-gamma", "-1"), "bad value for gamma"),
         (("random", "--kv-seed", "-1"), "bad value for seed"),
+        (("snapkv", "--kv-alpha", "0.5"), "'uniform' has no option 'alpha'"),
+        (("snapkv", "--kv-allocation", "duo"), "needs a head profile"),
+        (("snapkv", "--kv-allocation", "adaptive", "--kv-store", "shared"), "store 'ragged'"),
+        (("snapkv-d", "--kv-allocation", "adaptive"), "one score for all of them"),
     ):
         assert message in fault_of(capsys, *start, *argv)
     with pytest.raises(SystemExit):

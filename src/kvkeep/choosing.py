@@ -160,6 +160,14 @@ class Chooser:
 
     def _demand(self, cache: list[Any], layers: list[int]) -> Demand:
         heads = tuple(_heads(cache[index]) for index in layers)
+        protected = max(self._protected(cache[index]) for index in layers)
+        if protected > self.keep:
+            raise BudgetError(
+                f"{self.keep} rows cannot hold the {protected} protected positions",
+                expected=f"at least {protected} rows per head",
+                received=str(self.keep),
+                remedy="Raise the budget or protect fewer positions.",
+            )
         return Demand(
             keep=self.keep,
             heads=heads,
@@ -167,7 +175,7 @@ class Chooser:
                 _held(cache[index], sets)
                 for index, sets in zip(layers, self._sets(cache, layers), strict=True)
             ),
-            protected=max(self._protected(cache[index]) for index in layers),
+            protected=protected,
             recent=self._recent(),
             layers=tuple(layers),
             preferences=self._preferences(cache, layers),
