@@ -24,6 +24,7 @@ from rich.console import Console
 BENCHMARKS = {
     "selection": "Choosing rows among a million scores, against a plain sort",
     "decode": "Decode step on a compact cache, against a stock cache of as many rows",
+    "stores": "Heads of unequal lengths, against equal ones of the same total",
     "long-decode": "A long answer on a compact cache: last tokens against first ones",
     "compaction": "Scoring and compaction, against the prefill",
     "memory": "Peak memory of prefill and compaction, against the prefill alone",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("selection", "decode", "long-decode", "compaction", "memory")
+NAMES = ("selection", "decode", "stores", "long-decode", "compaction", "memory")
 
 
 @pytest.fixture(scope="module")
