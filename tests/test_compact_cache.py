@@ -127,8 +127,11 @@ def test_from_selection_checks_the_heads() -> None:
     exact: Any = KVCache()
     append(exact, 10)
     for heads in (((0, 1), (2,)), ((0, 1),) * 3):
+        kept = LayerSelection(tuple(np.array(h) for h in heads))
         with pytest.raises(CacheError):
-            retained(exact, LayerSelection(tuple(np.array(h) for h in heads)))
+            PositionPreservingKVCache.from_selection(exact.keys, exact.values, kept, 10)
+        with pytest.raises(CacheError):
+            retained(exact, kept, "per-head")
 
 
 @STORES

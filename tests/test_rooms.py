@@ -25,6 +25,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("views",),
     ("choosing",),
     ("compaction",),
+    ("by_head",),
     ("suite",),
     ("reuse",),
     ("generation",),

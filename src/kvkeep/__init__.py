@@ -6,10 +6,14 @@ blas.load()  # before anything imports mlx: it takes effect only then
 
 from kvkeep.allocation import pyramid_budgets  # noqa: E402
 from kvkeep.attention import SnapKVAttentionCapture  # noqa: E402
+from kvkeep.by_head import evict_prompt_cache_by_head  # noqa: E402
 from kvkeep.caches import (  # noqa: E402
+    BatchMixedKVCache,
     BatchPositionPreservingKVCache,
+    HeadPartitionedKVCache,
     PositionPreservingKVCache,
     PositionPreservingQuantizedKVCache,
+    RaggedKVCache,
 )
 from kvkeep.compaction import (  # noqa: E402
     compact_prompt_cache,
@@ -35,6 +39,7 @@ from kvkeep.selection import (  # noqa: E402
 from kvkeep.spec import (  # noqa: E402
     Budget,
     EvictionConfig,
+    HeadPartitionedEvictionResult,
     LayerSelection,
     LayerView,
     Selection,
@@ -55,15 +60,19 @@ register_caches()
 
 __all__ = [
     "RECOMMENDED",
+    "BatchMixedKVCache",
     "BatchPositionPreservingKVCache",
     "Budget",
     "Conversation",
     "EvictionConfig",
+    "HeadPartitionedEvictionResult",
+    "HeadPartitionedKVCache",
     "KvkeepError",
     "LayerSelection",
     "LayerView",
     "PositionPreservingKVCache",
     "PositionPreservingQuantizedKVCache",
+    "RaggedKVCache",
     "Selection",
     "SelectionInfo",
     "SnapKVAttentionCapture",
@@ -74,6 +83,7 @@ __all__ = [
     "copy_cache",
     "dense_kv",
     "evict_prompt_cache",
+    "evict_prompt_cache_by_head",
     "evict_selection",
     "generate",
     "get_policy",

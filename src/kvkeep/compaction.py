@@ -24,10 +24,10 @@ from kvkeep.caches import (
     is_compact,
     is_exact,
     is_plain,
-    layer_rows,
     live_nbytes,
     request_seam,
     require_evictable,
+    require_one_request,
     retained,
 )
 from kvkeep.choosing import Chooser, require_choosable, require_compatible
@@ -74,17 +74,27 @@ def evict_prompt_cache(
     return evict_selection(prompt_cache, Selection(true_offset, dict.fromkeys(layers, kept)))
 
 
-def evict_selection(prompt_cache: list[Any], selection: Selection) -> SnapKVEvictionResult:
+def evict_selection(
+    prompt_cache: list[Any],
+    selection: Selection,
+    store: str = "auto",
+    *,
+    query_heads: int | None = None,
+) -> SnapKVEvictionResult:
     """Store a selection: the kept positions of each layer and head, the rest evicted.
 
     Args:
         prompt_cache: mlx-lm's cache list; stays untouched.
         selection: from exact layers of `selection.source_length` positions.
+        store: "auto" (ragged where heads keep unequal numbers), "shared" or "per-head"
+            (equal numbers), "ragged" or "union".
+        query_heads: H_q, which union caches note for their `make_mask`.
 
     Raises:
         SelectionError: the selection names a layer that is not a filled `KVCache`.
         CacheError: a layer is quantised, compact or a batch, has another offset than
-            `source_length`, or its heads keep unequal numbers.
+            `source_length`, or its heads keep unequal numbers in a store of equal ones.
+        ConfigError: there is no such store.
     """
     require_evictable(prompt_cache)
     for index in selection.layers:
@@ -94,11 +104,13 @@ def evict_selection(prompt_cache: list[Any], selection: Selection) -> SnapKVEvic
                 expected="indices of filled KVCache layers",
                 received=index,
             )
-        layer_rows(prompt_cache[index])
+        require_one_request(prompt_cache[index])
         _require_offset(prompt_cache[index].offset, selection.source_length, index)
     before = cache_nbytes(prompt_cache)
     cache = [
-        retained(layer, selection.layers[i]) if i in selection.layers else layer
+        retained(layer, selection.layers[i], store, query_heads=query_heads)
+        if i in selection.layers
+        else layer
         for i, layer in enumerate(prompt_cache)
     ]
     return _result(cache, selection, before)
@@ -256,7 +268,7 @@ def evictable_layers(model: Any, cache: list[Any]) -> list[int]:
         )
     for index in layers:
         if cache[index].keys is not None:
-            layer_rows(cache[index])
+            require_one_request(cache[index])
     return layers
 
 
@@ -279,7 +291,7 @@ def choose_observed(
     offset = cache[layers[0]].offset
     for index in layers:
         _require_offset(cache[index].offset, offset, index)
-        layer_rows(cache[index])
+        require_one_request(cache[index])
     limit = config.limit
     fixed = cache_nbytes(cache) - sum(live_nbytes(cache[i]) for i in layers)
     keep = limit.rows(
@@ -294,12 +306,14 @@ def choose_observed(
     return Selection(offset, chooser.choose(cache, layers))
 
 
-def store_selection(cache: list[Any], selection: Selection) -> SnapKVEvictionResult:
-    """Replace the entries of `cache` by compact ones, layer by layer."""
+def store_selection(
+    cache: list[Any], selection: Selection, store: str = "auto"
+) -> SnapKVEvictionResult:
+    """Replace the entries of `cache` by compact ones, layer by layer (see `retained`)."""
     before = cache_nbytes(cache)
     start = time.perf_counter()
     for index, kept in selection.layers.items():
-        cache[index] = retained(cache[index], kept)
+        cache[index] = retained(cache[index], kept, store)
     times = CompactionTimes(compact=time.perf_counter() - start)
     return replace(_result(cache, selection, before), times=times)
 

@@ -19,7 +19,13 @@ import mlx_lm.models.base as base
 
 from kvkeep.attention import capture
 from kvkeep.attention.observe import observer_of
-from kvkeep.caches import CompactCache, is_window_mask, on_seam_needed
+from kvkeep.caches import (
+    CompactCache,
+    RowsForAttentionOnly,
+    is_own_mask,
+    is_window_mask,
+    on_seam_needed,
+)
 from kvkeep.errors import UnsupportedModelError
 
 _NAME = "scaled_dot_product_attention"
@@ -117,8 +123,17 @@ def _attend(
     mask: Any,
     sinks: mx.array | None,
 ) -> mx.array:
-    if getattr(cache, "owns_attention", False) or _of_another_layer(mask, cache):
+    if getattr(cache, "owns_attention", False):
+        if isinstance(mask, mx.array):
+            _require_causal(mask, "a cache with rows of its own")
         return cache.attend(_original, queries, keys, values, scale=scale, sinks=sinks)
+    if _of_another_layer(mask, cache):
+        return cache.attend(_original, queries, keys, values, scale=scale, sinks=sinks)
+    if type(keys) is RowsForAttentionOnly:
+        keys.read_by_another_layer()
+    if isinstance(mask, mx.array) and is_own_mask(mask):
+        # The first layer's heads see other rows each; of this layer they see all.
+        mask = None if queries.shape[2] == 1 else "causal"
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
@@ -132,14 +147,23 @@ def _of_another_layer(mask: Any, cache: Any) -> bool:
         return False
     if mask.shape[-1] == cache.size():
         return False
+    _require_causal(mask, f"a layer of {cache.size()} rows")
+    return True
+
+
+def _require_causal(mask: mx.array, layer: str) -> None:
+    """Refuse to leave out a mask array that says more than "causal".
+
+    Raises:
+        UnsupportedModelError: it carries scores, or is a sliding window.
+    """
     if mask.dtype != mx.bool_ or is_window_mask(mask):
         raise UnsupportedModelError(
             "the model's mask is made for a layer with other rows, and is no plain causal one",
-            expected=f"a mask over {cache.size()} rows",
+            expected=f"a mask for {layer}",
             received=f"{mask.dtype} over {mask.shape[-1]} rows",
-            remedy="Keep equally many rows in every layer.",
+            remedy="Keep equally many rows in every layer and head.",
         )
-    return True
 
 
 on_seam_needed(install)

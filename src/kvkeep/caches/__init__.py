@@ -4,10 +4,14 @@ from kvkeep.caches.base import CompactCache
 from kvkeep.caches.batch import BatchPositionPreservingKVCache
 from kvkeep.caches.compact import PositionPreservingKVCache
 from kvkeep.caches.groups import RowGroup
-from kvkeep.caches.masks import is_window_mask
+from kvkeep.caches.handed import RowsForAttentionOnly
+from kvkeep.caches.masks import is_own_mask, is_window_mask
+from kvkeep.caches.mixed import BatchMixedKVCache
 from kvkeep.caches.mixing import accept_compact_in_stock_batches
+from kvkeep.caches.partitioned import HeadPartitionedKVCache
 from kvkeep.caches.protocol import OwnsAttention, on_seam_needed, request_seam
 from kvkeep.caches.quantized import PositionPreservingQuantizedKVCache
+from kvkeep.caches.ragged import RaggedKVCache
 from kvkeep.caches.retain import (
     bytes_per_row,
     is_compact,
@@ -17,21 +21,27 @@ from kvkeep.caches.retain import (
     layer_rows,
     live_nbytes,
     require_evictable,
+    require_one_request,
     retained,
     row_groups,
 )
 
 __all__ = [
+    "BatchMixedKVCache",
     "BatchPositionPreservingKVCache",
     "CompactCache",
+    "HeadPartitionedKVCache",
     "OwnsAttention",
     "PositionPreservingKVCache",
     "PositionPreservingQuantizedKVCache",
+    "RaggedKVCache",
     "RowGroup",
+    "RowsForAttentionOnly",
     "accept_compact_in_stock_batches",
     "bytes_per_row",
     "is_compact",
     "is_exact",
+    "is_own_mask",
     "is_plain",
     "is_window_mask",
     "layer_positions",
@@ -40,6 +50,7 @@ __all__ = [
     "on_seam_needed",
     "request_seam",
     "require_evictable",
+    "require_one_request",
     "retained",
     "row_groups",
 ]

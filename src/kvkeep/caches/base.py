@@ -17,7 +17,8 @@ from kvkeep.errors import CacheError
 class CompactCache(MlxCache):
     """Rows at their true positions; subclasses say how the rows are stored.
 
-    Subclasses hold `keys` and `values` and implement `_gather`, `nbytes` and `state`.
+    Subclasses hold `keys` and `values` and implement `_gather` (or `_kept_changed`),
+    `nbytes` and `state`.
     """
 
     _ledger: PositionLedger
@@ -44,11 +45,15 @@ class CompactCache(MlxCache):
         """True positions per KV head; one tuple when all heads share them."""
         return self._ledger.head_positions()
 
+    def head_position_arrays(self) -> list[np.ndarray]:
+        """`head_positions` as int arrays."""
+        return self._ledger.head_arrays()
+
     def position_table(self) -> np.ndarray:
         """True positions as int [H_kv or 1, R].
 
         Raises:
-            CacheError: a logical trim left heads with unequal rows.
+            CacheError: heads hold unequal rows.
         """
         return self._ledger.position_table()
 
@@ -56,6 +61,11 @@ class CompactCache(MlxCache):
     def live_head_rows(self) -> tuple[int, ...]:
         """Live rows of each head (one entry when all heads share their positions)."""
         return self._ledger.live_head_rows
+
+    @property
+    def complete(self) -> bool:
+        """Whether every position below the offset has its row, in every head."""
+        return self._ledger.complete
 
     @property
     def protected_stored(self) -> int:
@@ -93,9 +103,10 @@ class CompactCache(MlxCache):
             floor = max(self._speculation_rows, self._protected)
             what = "tokens appended since start_speculation()"
             check_trim(n, max(self._ledger.rows - floor, 0), what)
+        kept = self._ledger.kept
         gather = self._ledger.trim(n)
-        if gather is not None:
-            self._gather(gather)
+        if self._ledger.kept is not kept:
+            self._kept_changed(gather)
         if self.owns_attention:
             request_seam()
         self._protected = min(self._protected, self._ledger.rows)
@@ -108,6 +119,11 @@ class CompactCache(MlxCache):
     def stop_speculation(self) -> None:
         """Accept the speculated rows; `trim` is free again."""
         self._speculation_rows = None
+
+    def _kept_changed(self, gather: np.ndarray | None) -> None:
+        """A logical trim took kept rows; `gather` as from `PositionLedger.trim`."""
+        if gather is not None:
+            self._gather(gather)
 
     def _gather(self, rows: np.ndarray) -> None:
         raise NotImplementedError

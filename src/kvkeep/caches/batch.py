@@ -186,7 +186,16 @@ class BatchPositionPreservingKVCache(MlxCache):
         self._relayout()
 
     def extend(self, other: Any) -> None:
-        """Add the requests of another batch cache (compact or stock `BatchKVCache`)."""
+        """Add the requests of another batch cache (compact or stock `BatchKVCache`).
+
+        By a `BatchMixedKVCache` this batch becomes one itself.
+        """
+        from kvkeep.caches.mixed import BatchMixedKVCache
+        from kvkeep.caches.mixing import extend_as_mixed
+
+        if isinstance(other, BatchMixedKVCache):
+            extend_as_mixed(self, other)
+            return
         other = other if isinstance(other, BatchPositionPreservingKVCache) else adopted(other)
         self._settle()
         other._settle()

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvkeep.caches.base import CompactCache
+from kvkeep.caches.held import HeldRows, rows_of_rectangle
 from kvkeep.caches.ledger import PositionLedger
 from kvkeep.caches.rows import gather_rows, require_single, with_room
 from kvkeep.errors import CacheError
@@ -18,12 +19,8 @@ from kvkeep.spec import LayerSelection
 Positions = Sequence[int] | Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
 
 
-class PositionPreservingKVCache(CompactCache):
-    """K/V rows whose physical index and true position differ.
-
-    Attention needs no mask of its own: kept rows all lie before the next token, so
-    mlx-lm's "causal" (aligned bottom right) is exact, also where each head keeps other
-    positions. Keys keep the rotation they were stored with.
+class RectangularCache(CompactCache):
+    """K/V rows in one buffer each, the same number for every head.
 
     Args:
         keys: [1, H_kv, R, D] post-RoPE, or None for an empty cache.
@@ -66,6 +63,60 @@ class PositionPreservingKVCache(CompactCache):
         self.keys: Any = None if keys is None else keys[...]
         self.values: Any = None if values is None else values[...]
 
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append n tokens' rows ([1, H_kv, n, D]) and return all live rows."""
+        if self.keys is None:
+            require_single(keys)
+        ledger, count = self._ledger, keys.shape[2]
+        used = ledger.rows
+        end = used + count
+        self.keys = with_room(self.keys, used, keys)
+        self.values = with_room(self.values, used, values)
+        self.keys[..., used:end, :] = keys
+        self.values[..., used:end, :] = values
+        ledger.appended += count
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Live rows [1, H_kv, R, D] (views of the buffers)."""
+        rows = self._ledger.rows
+        return self.keys[..., :rows, :], self.values[..., :rows, :]
+
+    def _gather(self, rows: np.ndarray) -> None:
+        self.keys, self.values = gather_rows(self.keys, rows), gather_rows(self.values, rows)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of the whole buffers, room for appended rows included."""
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """(keys, values, positions [H_kv or 1, kept], start, appended, protected)."""
+        keys, values = (None, None) if self.keys is None else self.keys_and_values()
+        ledger = self._ledger
+        return keys, values, ledger.table(), ledger.start, ledger.appended, self._protected
+
+    @state.setter
+    def state(self, v: Sequence[Any]) -> None:
+        if len(v) != 6:
+            raise CacheError("unreadable cache state", expected="6 parts", received=len(v))
+        keys, values, table, start, appended, protected = v
+        rows = _checked_rows(keys, values)
+        ledger = PositionLedger.from_table(table, start, appended)
+        self._set_ledger_state(ledger, protected, rows, None if keys is None else keys.shape[1])
+        self._own(keys, values)
+
+
+class PositionPreservingKVCache(RectangularCache):
+    """K/V rows whose physical index and true position differ.
+
+    Attention needs no mask of its own: kept rows all lie before the next token, so
+    mlx-lm's "causal" (aligned bottom right) is exact, also where each head keeps other
+    positions. Keys keep the rotation they were stored with. For the arguments see
+    `RectangularCache`.
+    """
+
     @classmethod
     def from_selection(
         cls, keys: mx.array, values: mx.array, kept: LayerSelection, offset: int
@@ -92,25 +143,6 @@ class PositionPreservingKVCache(CompactCache):
         kept_keys, kept_values = gather_rows(keys, rows), gather_rows(values, rows)
         return cls(kept_keys, kept_values, offset=offset, positions=rows)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append n tokens' rows ([1, H_kv, n, D]) and return all live rows."""
-        if self.keys is None:
-            require_single(keys)
-        ledger, count = self._ledger, keys.shape[2]
-        used = ledger.rows
-        end = used + count
-        self.keys = with_room(self.keys, used, keys)
-        self.values = with_room(self.values, used, values)
-        self.keys[..., used:end, :] = keys
-        self.values[..., used:end, :] = values
-        ledger.appended += count
-        return self.keys[..., :end, :], self.values[..., :end, :]
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Live rows [1, H_kv, R, D] (views of the buffers)."""
-        rows = self._ledger.rows
-        return self.keys[..., :rows, :], self.values[..., :rows, :]
-
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """A compact quantised cache with the same positions (see `caches.quantized`)."""
         from kvkeep.caches.quantized import PositionPreservingQuantizedKVCache
@@ -120,12 +152,13 @@ class PositionPreservingKVCache(CompactCache):
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Any:
         """One batch cache of several requests' caches (compact or stock `KVCache`)."""
-        from kvkeep.caches.batch import BatchPositionPreservingKVCache
+        from kvkeep.caches.mixing import merged
 
-        return BatchPositionPreservingKVCache.merge(caches)
+        return merged(caches)
 
-    def _gather(self, rows: np.ndarray) -> None:
-        self.keys, self.values = gather_rows(self.keys, rows), gather_rows(self.values, rows)
+    def held(self) -> HeldRows:
+        """The live rows, each head's at its positions."""
+        return rows_of_rectangle(self.keys, self.values, self._ledger.head_arrays(), self.size())
 
     @property
     def nbytes(self) -> int:
@@ -136,28 +169,6 @@ class PositionPreservingKVCache(CompactCache):
         counts = self._ledger.live_head_rows
         shared = self.keys.shape[1] if len(counts) == 1 else 1
         return per_row * sum(counts) * shared
-
-    @property
-    def allocated_nbytes(self) -> int:
-        """Bytes of the whole buffers, room for appended rows included."""
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """(keys, values, positions [H_kv or 1, kept], start, appended, protected)."""
-        keys, values = (None, None) if self.keys is None else self.keys_and_values()
-        ledger = self._ledger
-        return keys, values, ledger.table(), ledger.start, ledger.appended, self._protected
-
-    @state.setter
-    def state(self, v: Sequence[Any]) -> None:
-        if len(v) != 6:
-            raise CacheError("unreadable cache state", expected="6 parts", received=len(v))
-        keys, values, table, start, appended, protected = v
-        rows = _checked_rows(keys, values)
-        ledger = PositionLedger.from_table(table, start, appended)
-        self._set_ledger_state(ledger, protected, rows, None if keys is None else keys.shape[1])
-        self._own(keys, values)
 
 
 def _checked_rows(keys: mx.array | None, values: mx.array | None) -> int:

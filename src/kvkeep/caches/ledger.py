@@ -82,6 +82,11 @@ class PositionLedger:
         tail = tuple(range(self.start, self.offset))
         return tuple(tuple(head.tolist()) + tail for head in self.kept)
 
+    def head_arrays(self) -> list[np.ndarray]:
+        """All positions as arrays, per head (one entry when shared)."""
+        tail = np.arange(self.start, self.offset)
+        return [np.concatenate([head, tail]) for head in self.kept]
+
     def position_table(self) -> np.ndarray:
         """All positions as int [H_kv or 1, rows].
 
@@ -95,8 +100,7 @@ class PositionLedger:
                 received=str(self.live_head_rows),
                 remedy="Start from the exact cache of the prompt.",
             )
-        tail = np.arange(self.start, self.offset)
-        return np.stack([np.concatenate([head, tail]) for head in self.kept])
+        return np.stack(self.head_arrays())
 
     def table(self) -> mx.array:
         """Kept positions as int32 [H_kv or 1, kept_rows], -1 in dead rows; built once."""

@@ -50,3 +50,14 @@ def noted_window_mask(mask: mx.array) -> mx.array:
 def is_window_mask(mask: mx.array) -> bool:
     """Whether a compact cache made this mask for a sliding window."""
     return getattr(_last, "window", None) is mask
+
+
+def noted_own_mask(mask: mx.array) -> mx.array:
+    """The mask itself, once `is_own_mask` knows it (this thread's last one)."""
+    _last.own = mask
+    return mask
+
+
+def is_own_mask(mask: mx.array) -> bool:
+    """Whether a cache made this mask for the heads of its own layer only."""
+    return getattr(_last, "own", None) is mask

@@ -1,4 +1,4 @@
-"""Batches in which stock caches come first and compact ones join.
+"""Which batch cache holds requests of several stores, also where stock ones come first.
 
 mlx-lm merges and extends through the class of the first cache. A stock one would take a
 compact cache's row count for its positions: no error, and wrong tokens from there on.
@@ -13,6 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from kvkeep.caches.base import CompactCache
 from kvkeep.caches.batch import BatchPositionPreservingKVCache, adopted
+from kvkeep.caches.mixed import BatchMixedKVCache, mixed_from, needs_own_cache
 
 _stock_merge = KVCache.merge
 _stock_extend = BatchKVCache.extend
@@ -27,19 +28,45 @@ def accept_compact_in_stock_batches() -> None:
     BatchKVCache.extend = _extend
 
 
+def merged(caches: Sequence[Any]) -> Any:
+    """One batch of single-request caches: one buffer, or request by request where a ragged
+    or union one is among them.
+
+    Raises:
+        CacheError: a cache is of another kind or holds a batch itself.
+    """
+    if any(needs_own_cache(cache) for cache in caches):
+        return BatchMixedKVCache.merge(caches)
+    return BatchPositionPreservingKVCache.merge(caches)
+
+
+def extend_as_mixed(batch: Any, other: Any) -> None:
+    """Add a mixed batch's requests to a batch of another class, which becomes a mixed one."""
+    joined = mixed_from(batch)
+    joined.extend(other)
+    _become(batch, joined)
+
+
 def _merge(cls: type, caches: Sequence[Any]) -> Any:
     if any(isinstance(cache, CompactCache) for cache in caches):
-        return BatchPositionPreservingKVCache.merge(caches)
+        return merged(caches)
     return _stock_merge(caches)
 
 
 def _extend(self: Any, other: Any) -> None:
+    if isinstance(other, BatchMixedKVCache):
+        extend_as_mixed(self, other)
+        return
     if not isinstance(other, BatchPositionPreservingKVCache):
         _stock_extend(self, other)
         return
     joined = adopted(self)
     joined.extend(other)
-    # mlx-lm goes on with the object that it extended, so that one has to change.
-    self.__dict__.clear()
-    self.__dict__.update(joined.__dict__)
-    self.__class__ = BatchPositionPreservingKVCache
+    _become(self, joined)
+
+
+def _become(batch: Any, joined: Any) -> None:
+    """Turn a batch into another: mlx-lm goes on with the object that it extended."""
+    batch.__dict__.clear()
+    batch.__dict__.update(joined.__dict__)
+    batch.__class__ = type(joined)

@@ -10,10 +10,16 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from kvkeep.caches.base import CompactCache
 from kvkeep.caches.compact import PositionPreservingKVCache
-from kvkeep.caches.groups import RowGroup, whole_group
-from kvkeep.caches.rows import gather_rows
-from kvkeep.errors import CacheError, SelectionError
-from kvkeep.spec import LayerSelection
+from kvkeep.caches.groups import RowGroup, gathered_groups, table_of, whole_group
+from kvkeep.caches.held import HeldRows, rows_of_buffers, taken_rows
+from kvkeep.caches.partitioned import HeadPartitionedKVCache
+from kvkeep.caches.ragged import RaggedKVCache
+from kvkeep.caches.rows import row_nbytes
+from kvkeep.errors import CacheError, ConfigError
+from kvkeep.spec import STORES, LayerSelection
+
+Compact = PositionPreservingKVCache | RaggedKVCache | HeadPartitionedKVCache
+READABLE = (PositionPreservingKVCache, RaggedKVCache, HeadPartitionedKVCache)
 
 
 def is_plain(layer: Any) -> bool:
@@ -31,7 +37,7 @@ def is_exact(layer: Any) -> bool:
 
 def is_compact(layer: Any) -> bool:
     """Whether a layer's cache is compact and its rows can be read (not quantised)."""
-    return isinstance(layer, PositionPreservingKVCache)
+    return isinstance(layer, READABLE)
 
 
 def live_nbytes(layer: Any) -> int:
@@ -42,8 +48,10 @@ def live_nbytes(layer: Any) -> int:
 
 
 def bytes_per_row(layer: Any) -> int:
-    """Bytes of one row of a layer in all heads, K and V."""
-    return sum(rows.shape[0] * rows.shape[-1] * rows.itemsize for rows in layer_rows(layer))
+    """Bytes of one row of an exact or compact layer in all heads, K and V."""
+    require_one_request(layer)
+    heads = layer.heads if isinstance(layer, RaggedKVCache) else layer.keys.shape[1]
+    return heads * row_nbytes(layer.keys, layer.values)
 
 
 def require_evictable(cache: list[Any]) -> None:
@@ -77,24 +85,41 @@ def require_evictable(cache: list[Any]) -> None:
             )
 
 
-def layer_rows(layer: Any) -> tuple[mx.array, mx.array]:
-    """Live rows of an exact or compact layer: keys, values [H_kv, R, D] (views).
+def require_one_request(layer: Any) -> None:
+    """Refuse an exact or compact layer that holds more than one request.
 
     Raises:
-        CacheError: the layer holds more than one request.
+        CacheError: it does.
     """
-    if layer.keys.shape[0] != 1:
+    if not isinstance(layer, RaggedKVCache) and layer.keys.shape[0] != 1:
         raise CacheError(
             "a batch where one request is meant",
             expected="keys [1, H_kv, R, D]",
             received=f"batch {layer.keys.shape[0]}",
         )
+
+
+def layer_rows(layer: Any) -> tuple[mx.array, mx.array]:
+    """Live rows of an exact or compact layer: keys, values [H_kv, R, D] (views).
+
+    Raises:
+        CacheError: the layer holds more than one request; it is ragged and its heads hold
+            unequal numbers; or it is a union of which some heads do not see every row.
+            `row_groups` reads those.
+    """
+    require_one_request(layer)
+    if isinstance(layer, HeadPartitionedKVCache):
+        layer.position_table()
     keys, values = layer.keys_and_values()
     return keys[0], values[0]
 
 
 def layer_positions(layer: Any) -> np.ndarray:
-    """True positions of an exact or compact layer's rows: int [1 or H_kv, R]."""
+    """True positions of an exact or compact layer's rows: int [1 or H_kv, R].
+
+    Raises:
+        CacheError: heads hold (or see) unequal rows; `row_groups` reads those.
+    """
     if is_exact(layer):
         return np.arange(layer.offset)[None]
     return layer.position_table()
@@ -103,23 +128,73 @@ def layer_positions(layer: Any) -> np.ndarray:
 def row_groups(layer: Any) -> tuple[RowGroup, ...]:
     """Live rows of an exact or compact layer, by groups of heads that hold equally many.
 
+    Views where the store has them so; of a union, or after a logical trim, copies.
+
     Raises:
-        CacheError: the layer holds more than one request.
+        CacheError: the layer holds more than one request, or nothing.
     """
-    layer_rows(layer)
+    if layer.keys is None:
+        raise CacheError("empty cache", expected="rows to read", received="none stored yet")
+    require_one_request(layer)
+    if isinstance(layer, RaggedKVCache):
+        held = layer.held()
+        return tuple(
+            RowGroup(np.array(heads), keys, values, table_of(held, heads), held.heads)
+            for heads, keys, values in layer.head_groups()
+        )
+    if len(set(() if is_exact(layer) else layer.live_head_rows)) > 1 or _hides_rows(layer):
+        return gathered_groups(layer.held())
     return (whole_group(layer, layer_positions(layer)),)
 
 
-def retained(layer: Any, kept: LayerSelection) -> PositionPreservingKVCache:
+def _hides_rows(layer: Any) -> bool:
+    return isinstance(layer, HeadPartitionedKVCache) and layer.hides_rows
+
+
+def held_rows(layer: Any) -> HeldRows:
+    """The rows that each head of an exact or compact layer holds, whatever stores them."""
+    require_one_request(layer)
+    if is_exact(layer):
+        return rows_of_buffers(layer.keys, layer.values, layer.offset)
+    return layer.held()
+
+
+def retained(
+    layer: Any, kept: LayerSelection, store: str = "auto", *, query_heads: int | None = None
+) -> Compact:
     """A compact cache of the kept positions; `layer` (exact or compact) stays as it is.
 
     The new rows are evaluated, so nothing of the old buffers is held.
 
+    Args:
+        layer: any exact or compact layer of one request.
+        kept: positions that each head still holds.
+        store: "shared" or "per-head" (a `PositionPreservingKVCache`, equal counts),
+            "ragged", "union", or "auto": ragged where heads keep unequal numbers.
+        query_heads: H_q, which a union notes for its `make_mask`.
+
     Raises:
-        SelectionError: a position is not among the layer's rows.
-        CacheError: heads keep unequal numbers, or the selection has another number of heads.
+        SelectionError: a position is not among the rows that the head holds.
+        CacheError: the selection does not fit the heads, or keeps unequal numbers in a store
+            of equal ones.
+        ConfigError: there is no such store.
     """
-    if is_exact(layer):
+    if store not in STORES:
+        raise ConfigError("unknown store", expected=f"one of {', '.join(STORES)}", received=store)
+    compact: Compact
+    if store == "ragged" or (store == "auto" and not kept.equal_counts):
+        compact = RaggedKVCache.from_held(held_rows(layer), kept, layer.offset)
+    elif store == "union":
+        held = held_rows(layer)
+        compact = HeadPartitionedKVCache.from_held(held, kept, layer.offset, query_heads)
+    elif not kept.equal_counts:
+        raise CacheError(
+            f"heads keep unequal numbers of rows in store {store!r}",
+            expected="equal counts per head",
+            received=str(kept.counts),
+            remedy="Choose store='ragged' (or 'union'), or leave it at 'auto'.",
+        )
+    elif is_exact(layer):
         compact = PositionPreservingKVCache.from_selection(
             layer.keys, layer.values, kept, layer.offset
         )
@@ -130,26 +205,11 @@ def retained(layer: Any, kept: LayerSelection) -> PositionPreservingKVCache:
 
 
 def _retained_again(layer: Any, kept: LayerSelection) -> PositionPreservingKVCache:
-    held = layer_positions(layer)
-    heads = max(len(held), len(kept.heads))
-    rows = []
-    for head in range(heads):
-        positions = held[head if len(held) > 1 else 0]
-        wanted = kept.of_head(head)
-        found = np.searchsorted(positions, wanted)
-        inside = found < len(positions)
-        if not (inside.all() and (positions[found] == wanted).all()):
-            raise SelectionError(
-                "a position to keep is already evicted",
-                expected="positions that the layer holds",
-                received=f"{len(wanted)} positions, not all among its {len(positions)} rows",
-            )
-        rows.append(found)
-    index = np.stack(rows)
-    positions = kept.of_head(0) if kept.shared else kept.heads
+    held = held_rows(layer)
+    index = np.stack(held.of(kept)).astype(np.uint32)
     return PositionPreservingKVCache(
-        gather_rows(layer.keys, index),
-        gather_rows(layer.values, index),
+        taken_rows(held.keys, index),
+        taken_rows(held.values, index),
         offset=layer.offset,
-        positions=positions,
+        positions=kept.of_head(0) if kept.shared else kept.heads,
     )

@@ -53,6 +53,11 @@ def require_single(rows: mx.array) -> None:
         )
 
 
+def row_nbytes(keys: mx.array, values: mx.array) -> int:
+    """Bytes of one row of one head, K and V."""
+    return sum(side.shape[-1] * side.itemsize for side in (keys, values))
+
+
 def gather_rows(buffer: mx.array, rows: np.ndarray) -> mx.array:
     """Copy rows out of a buffer into a new, exactly sized array.
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import mlx_lm.models.cache as mlx_cache
 
 from kvkeep.caches import (
+    BatchMixedKVCache,
     BatchPositionPreservingKVCache,
+    HeadPartitionedKVCache,
     PositionPreservingKVCache,
     PositionPreservingQuantizedKVCache,
+    RaggedKVCache,
     accept_compact_in_stock_batches,
 )
 
 SAVED_CACHES = (
     PositionPreservingKVCache,
     PositionPreservingQuantizedKVCache,
+    RaggedKVCache,
+    HeadPartitionedKVCache,
     BatchPositionPreservingKVCache,
+    BatchMixedKVCache,
 )
 
 

@@ -4,7 +4,11 @@ from kvkeep.spec.budget import Budget
 from kvkeep.spec.checks import checked_count
 from kvkeep.spec.config import POOLINGS, STORES, EvictionConfig, parse_ranges
 from kvkeep.spec.head_profile import HeadProfile, load_head_profile
-from kvkeep.spec.results import CompactionTimes, SnapKVEvictionResult
+from kvkeep.spec.results import (
+    CompactionTimes,
+    HeadPartitionedEvictionResult,
+    SnapKVEvictionResult,
+)
 from kvkeep.spec.view import LayerSelection, LayerView, Selection, checked_positions
 
 __all__ = [
@@ -13,6 +17,7 @@ __all__ = [
     "Budget",
     "CompactionTimes",
     "EvictionConfig",
+    "HeadPartitionedEvictionResult",
     "HeadProfile",
     "LayerSelection",
     "LayerView",

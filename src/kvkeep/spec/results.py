@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -40,3 +41,22 @@ class SnapKVEvictionResult:
     compact_cache_nbytes: int
     exact_cache_nbytes: int = 0
     times: CompactionTimes = CompactionTimes()
+
+
+@dataclass(frozen=True)
+class HeadPartitionedEvictionResult(SnapKVEvictionResult):
+    """What became of a cache whose KV heads keep positions of their own, stored as a union.
+
+    Attributes:
+        union_retained_tokens: rows stored per KV head in a layer (the mean over the evicted
+            layers, rounded, where they differ).
+        per_head_retained_tokens: positions that each KV head keeps, where all layers keep
+            the same; else the mean over the layers, rounded.
+        layer_union_tokens: rows stored per KV head, by index in the cache list.
+        layer_head_tokens: positions that each KV head keeps, by index in the cache list.
+    """
+
+    union_retained_tokens: int = 0
+    per_head_retained_tokens: tuple[int, ...] = ()
+    layer_union_tokens: Mapping[int, int] = field(default_factory=dict)
+    layer_head_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
