@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from kvkeep import LayerView
+from kvkeep.attention import Rotary
+from kvkeep.policies import Chunk
 from kvkeep.selection import select_rows
+from oracles import rotated
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LAYERS, HEADS, KV_HEADS, DIM = 3, 6, 2, 16
@@ -38,9 +43,47 @@ def golden_view(layer: int, window: int, chunk: int = 8, length: int = 200) -> L
     )
 
 
-def scores_of(policy: Any, length: int = 200) -> np.ndarray:
+def golden_rope() -> Rotary:
+    """The rotation of that model, as mlx has it."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise AssertionError(reason)
+
+    return Rotary(nn.RoPE(DIM, traditional=False, base=10_000), refuse)
+
+
+def golden_weights(layer: int) -> Any:
+    """Output weights [D, hidden] of that model by query head."""
+    weight = golden("model")["o_proj_weight"][layer]
+    return lambda head: mx.array(weight[:, head * DIM : (head + 1) * DIM].T)
+
+
+def full_view(
+    policy: Any, layer: int, length: int = 200, keep: int | None = None, step: int = 2048
+) -> LayerView:
+    """A `golden_view` with everything that a policy may need, `step` queries accumulated at once.
+
+    The queries are rotated in float64 NumPy.
+    """
+    view = golden_view(layer, policy.observation_window, length=length)
+    seen, rope = {}, golden_rope()
+    if (accumulator := policy.accumulator()) is not None:
+        queries = rotated(golden(f"inputs_T{length}")["queries_prerope"][layer], 10_000)
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            chunk = mx.array(queries[:, start:stop].astype(np.float32))
+            rows = (view.keys[:, :stop], view.values[:, :stop])
+            accumulator.add(Chunk(chunk, *rows, view.scale, start, rope=rope))
+        seen = accumulator.finish()
+    weights = golden_weights(layer)
+    return replace(view, keep=keep, seen=seen, rope=rope, output_weights=weights)
+
+
+def scores_of(
+    policy: Any, length: int = 200, keep: int | None = None, step: int = 2048
+) -> np.ndarray:
     """[L, H_kv, T] float32."""
-    views = [golden_view(i, policy.observation_window, length=length) for i in range(LAYERS)]
+    views = [full_view(policy, i, length, keep, step) for i in range(LAYERS)]
     scores = np.stack([np.asarray(policy.score(view)) for view in views])
     assert scores.dtype == np.float32
     return scores

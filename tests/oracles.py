@@ -94,7 +94,7 @@ def numpy_llama(model: llama.Model, tokens: Sequence[int], allowed: np.ndarray) 
             for kind in "qkv"
         )
         mixed = masked_attention(
-            _rotated(q, args.rope_theta), _rotated(k, args.rope_theta), v, allowed[layer], dim**-0.5
+            rotated(q, args.rope_theta), rotated(k, args.rope_theta), v, allowed[layer], dim**-0.5
         )
         mixed = mixed.transpose(1, 0, 2).reshape(len(tokens), -1)
         x = x + mixed @ w[name + "self_attn.o_proj.weight"].T
@@ -110,7 +110,7 @@ def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def _rotated(rows: np.ndarray, base: float) -> np.ndarray:
+def rotated(rows: np.ndarray, base: float) -> np.ndarray:
     """Rotary embedding of [H, n, D] at positions 0 … n-1; the two halves form the pairs."""
     half = rows.shape[-1] // 2
     angles = np.arange(rows.shape[1])[:, None] * base ** (-np.arange(half) / half)

@@ -125,6 +125,7 @@ class Chooser:
             self.seen,
             n_layers=self.n_layers,
             score_chunk_size=self.config.score_chunk_size,
+            keep=self.keep,
         )
         width = self.policy.observation_window
         if view.queries is not None and view.queries.shape[1] > width:  # the allocation's

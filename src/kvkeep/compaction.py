@@ -15,8 +15,11 @@ from kvkeep.allocation import Allocation, allocation_of
 from kvkeep.attention import (
     Observation,
     ProgressCallback,
+    RepeatPrompt,
     model_name,
     observed_prefill,
+    repeated,
+    require_repeatable,
     unchanged_on_error,
 )
 from kvkeep.caches import (
@@ -181,6 +184,7 @@ def prefill_and_compact(
     step: int = 2048,
     progress: ProgressCallback | None = None,
     keep_exact: bool = False,
+    repeat_prompt: RepeatPrompt | None = None,
 ) -> SnapKVEvictionResult:
     """Append tokens to a cache (empty, exact or compact) and compact it to the budget.
 
@@ -189,6 +193,8 @@ def prefill_and_compact(
         cache: mlx-lm's cache list, filled by this call. Its evictable layers' rows are
             let go one by one, unless `keep_exact`.
         keep_exact: leave `cache` as it is after the prefill.
+        repeat_prompt: instructions for policies that read the prompt a second time ("kvzip");
+            without them its tokens alone are repeated.
 
     Raises:
         ConfigError, UnsupportedModelError: before anything was computed, where that can be
@@ -202,6 +208,8 @@ def prefill_and_compact(
     whole = length <= config.min_tokens or rows <= _known_rows(config.limit, length)
     if not whole:
         require_choosable(cache, layers, config, policy)
+        if "replay" in policy.needs:
+            require_repeatable(cache, layers, policy.name)
         _require_room(cache, layers, config, length)
     start = time.perf_counter()
     with unchanged_on_error(cache):
@@ -212,15 +220,20 @@ def prefill_and_compact(
             [] if whole else layers,  # nothing is asked of a model that keeps every row
             window=0 if whole else max(policy.observation_window, allocation.window),
             policy=policy.name,
+            scorer=policy,
             allow_capture=policy.scope == "model",
             score_chunk_size=config.score_chunk_size,
             step=step,
             progress=progress,
         )
         prefill = time.perf_counter() - start
+        if "replay" in policy.needs and not whole:
+            seen = repeated(
+                model, tokens, cache, layers, policy, seen, repeat_prompt or RepeatPrompt(), step
+            )
         selection = choose_observed(cache, layers, seen, config, policy, allocation)
         score = time.perf_counter() - start - prefill
-    result = store_selection(list(cache) if keep_exact else cache, selection)
+    result = store_selection(list(cache) if keep_exact else cache, selection, config.store)
     return replace(result, times=replace(result.times, prefill=prefill, score=score))
 
 

@@ -23,6 +23,7 @@ from kvkeep.generation import (
     refuse_unevictable,
     stream_generate,
 )
+from kvkeep.policies import policy_of
 from kvkeep.spec import EvictionConfig, SnapKVEvictionResult
 
 Message = dict[str, str]
@@ -106,6 +107,13 @@ class Conversation:
             )
         if config is not None:
             refuse_unevictable(config, {**options, "max_kv_size": max_kv_size})
+            if "replay" in policy_of(config).needs:
+                raise ConfigError(
+                    f"policy {config.policy!r} serves one turn only: it reads all tokens again",
+                    expected="a policy that scores what a turn adds",
+                    received=repr(config.policy),
+                    remedy="Use another policy (`kvkeep policies` lists them).",
+                )
             if options.get("kv_bits") is not None:
                 raise ConfigError(
                     "a conversation cannot evict quantised rows",

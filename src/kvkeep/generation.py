@@ -14,10 +14,15 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvkeep.attention import ProgressCallback
+from kvkeep.attention import ProgressCallback, RepeatPrompt
 from kvkeep.compaction import checked_prompt, prefill_and_compact
 from kvkeep.errors import ConfigError
+from kvkeep.policies import policy_of
 from kvkeep.spec import Budget, EvictionConfig, SnapKVEvictionResult
+
+# The instructions of KVzip's authors.
+_REPEAT = "\n\nRepeat the previous context exactly."
+_GO_ON = "\n\nRepeat the part of the previous context exactly, starting with "
 
 #: What the commands do unless told otherwise.
 RECOMMENDED = EvictionConfig(policy="snapkv", budget=Budget(0.25, "share"))
@@ -82,9 +87,17 @@ def stream_generate(
             yield GenerationResponse(**vars(response))
         return
     cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
+    repeat = repeat_prompt(wrapped, config)
     with mx.stream(kwargs.get("stream", generation_stream)):  # the one mlx-lm decodes on
         ready = _prepare(
-            model, draft_model, tokens, cache, config, prefill_step_size, prompt_progress_callback
+            model,
+            draft_model,
+            tokens,
+            cache,
+            config,
+            prefill_step_size,
+            prompt_progress_callback,
+            repeat,
         )
     if processors := kwargs.get("logits_processors"):
         kwargs["logits_processors"] = [with_prefix(tokens[:-1], p) for p in processors]
@@ -147,6 +160,16 @@ def refuse_unevictable(config: EvictionConfig, options: Mapping[str, Any]) -> No
         )
 
 
+def repeat_prompt(tokenizer: TokenizerWrapper, config: EvictionConfig) -> RepeatPrompt | None:
+    """Instructions for policies that read the prompt a second time; None for the others."""
+    if "replay" not in policy_of(config).needs:
+        return None
+    first, later = (
+        tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (_REPEAT, _GO_ON)
+    )
+    return RepeatPrompt(first, later)
+
+
 def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> Any:
     """Token ids of a prompt, special tokens added where mlx-lm adds them."""
     if not isinstance(prompt, str):
@@ -170,6 +193,7 @@ def _prepare(
     config: EvictionConfig,
     step: int,
     progress: ProgressCallback | None,
+    repeat: RepeatPrompt | None,
 ) -> _Ready:
     """Prefill and compact all but the last token, on the current stream."""
     start = time.perf_counter()
@@ -180,7 +204,13 @@ def _prepare(
         try:
             if len(tokens) > 1:
                 done = prefill_and_compact(
-                    model, tokens[:-1], cache, config, step=step, progress=progress
+                    model,
+                    tokens[:-1],
+                    cache,
+                    config,
+                    step=step,
+                    progress=progress,
+                    repeat_prompt=repeat,
                 )
                 kv = replace(done, cache=[])
         finally:

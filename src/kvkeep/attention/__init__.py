@@ -1,24 +1,35 @@
 """The only room that touches mlx-lm's models: seam, observers, capture, prefill, replay."""
 
 from kvkeep.attention.capture import SnapKVAttentionCapture
+from kvkeep.attention.gathering import query_heads
 from kvkeep.attention.observe import WindowObserver, model_name, observing, require_visible
+from kvkeep.attention.parts import LayerParts, find_parts
 from kvkeep.attention.prefill import Observation, ProgressCallback, observed_prefill
+from kvkeep.attention.repeat import RepeatPrompt, repeated, require_repeatable
 from kvkeep.attention.replay import replay_queries
+from kvkeep.attention.rotary import Rotary
 from kvkeep.attention.seam import install, installed, remove
 from kvkeep.attention.undo import unchanged_on_error
 
 __all__ = [
+    "LayerParts",
     "Observation",
     "ProgressCallback",
+    "RepeatPrompt",
+    "Rotary",
     "SnapKVAttentionCapture",
     "WindowObserver",
+    "find_parts",
     "install",
     "installed",
     "model_name",
     "observed_prefill",
     "observing",
+    "query_heads",
     "remove",
+    "repeated",
     "replay_queries",
+    "require_repeatable",
     "require_visible",
     "unchanged_on_error",
 ]

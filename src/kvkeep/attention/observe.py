@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvkeep.attention.gathering import Gathering
 from kvkeep.errors import UnsupportedModelError
 
 _ATTRIBUTE = "_kvkeep_observer"
@@ -21,6 +22,7 @@ class WindowObserver:
         end: rows the layer will hold when the prefill is done, where known: chunks
             before the window are then not looked at.
         seen: rows it holds already.
+        gathering: feeds a policy's accumulator with every chunk, or None.
 
     Attributes:
         queries: [1, H_q, <= W, D], the last ones so far, or None.
@@ -30,8 +32,15 @@ class WindowObserver:
         additive_mask: whether the model passed a float mask (a bias inside the softmax).
     """
 
-    def __init__(self, window: int, end: int | None = None, seen: int = 0) -> None:
+    def __init__(
+        self,
+        window: int,
+        end: int | None = None,
+        seen: int = 0,
+        gathering: Gathering | None = None,
+    ) -> None:
         self.window, self.end, self.seen = window, end, seen
+        self.gathering = gathering
         self.queries: mx.array | None = None
         self.scale = 1.0
         self.sinks: mx.array | None = None
@@ -39,18 +48,26 @@ class WindowObserver:
         self.additive_mask = False
 
     def observe(
-        self, queries: mx.array, scale: float, mask: Any, sinks: mx.array | None
+        self,
+        queries: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+        cache: Any = None,
     ) -> mx.array:
         """Look at one chunk's queries [1, H_q, n, D]; returns what attention should use.
 
         The returned array has the same values. It depends on the window's copy, so that
         the copy is made at once and the chunk's queries are not kept alive for it.
+        An accumulator is fed the rows of `cache`, which hold the chunk's own already.
         """
         self.calls += 1
         self.seen += queries.shape[2]
         self.scale, self.sinks = scale, sinks
         if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
             self.additive_mask = True
+        if self.gathering is not None and not self.additive_mask:
+            self.gathering.add(queries[0], cache, scale, sinks)
         if self.window == 0 or (self.end is not None and self.seen <= self.end - self.window):
             return queries
         tail = queries[:, :, -self.window :, :]
@@ -67,7 +84,11 @@ def observer_of(cache: Any) -> WindowObserver | None:
 
 @contextlib.contextmanager
 def observing(
-    cache: list[Any], layers: list[int], window: int, new_tokens: int | None = None
+    cache: list[Any],
+    layers: list[int],
+    window: int,
+    new_tokens: int | None = None,
+    gatherings: Mapping[int, Gathering] | None = None,
 ) -> Iterator[Mapping[int, WindowObserver]]:
     """Attach an observer to these layers' caches, and take it off whatever happens.
 
@@ -76,13 +97,14 @@ def observing(
         layers: indices of the layers to observe.
         window: W.
         new_tokens: tokens about to be prefilled, where known.
+        gatherings: by layer, what feeds a policy's accumulators.
     """
-    observers = {}
+    observers, gatherings = {}, gatherings or {}
     try:
         for layer in layers:
             rows = cache[layer].size()
             end = None if new_tokens is None else rows + new_tokens
-            observers[layer] = WindowObserver(window, end, rows)
+            observers[layer] = WindowObserver(window, end, rows, gatherings.get(layer))
             setattr(cache[layer], _ATTRIBUTE, observers[layer])
         yield observers
     finally:

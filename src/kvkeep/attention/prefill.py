@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from kvkeep.attention import seam
 from kvkeep.attention.capture import SnapKVAttentionCapture
+from kvkeep.attention.gathering import Gathering
 from kvkeep.attention.observe import WindowObserver, observing, require_visible
+from kvkeep.attention.parts import LayerParts, find_parts
+from kvkeep.policies import Accumulator, Policy
 
 ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a prefill saw of the window's queries.
+    """What a prefill saw of the queries, and what was found of the model for the policy.
 
     Attributes:
         observers: by layer index, of the layers that the seam saw.
         capture: summed scores of the layers that call `mx.fast` attention themselves, where
             some evictable ones do, else None.
+        parts: by layer index, the rotation and output weights that the policy asked for.
+        gatherings: by layer index, what the policy's accumulators gathered.
     """
 
     observers: Mapping[int, WindowObserver]
     capture: SnapKVAttentionCapture | None = None
+    parts: Mapping[int, LayerParts] = field(default_factory=dict)
+    gatherings: Mapping[int, Gathering] = field(default_factory=dict)
 
     @property
     def all_seen(self) -> bool:
@@ -42,6 +49,7 @@ def observed_prefill(
     *,
     window: int,
     policy: str,
+    scorer: Policy | None = None,
     allow_capture: bool = False,
     score_chunk_size: int = 8,
     step: int = 2048,
@@ -57,21 +65,28 @@ def observed_prefill(
         window: W; 0 keeps no query, for policies that need none: a model whose queries
             cannot be seen is then accepted.
         policy: named in refusals.
+        scorer: the policy itself, where it may have an accumulator or need parts of the model.
         allow_capture: let a model that calls `mx.fast` attention itself be scored by
             `SnapKVAttentionCapture` (scores of the whole model only).
 
     Raises:
-        UnsupportedModelError: the window's queries cannot be seen; or the seam sees that
-            several layers read one cache, or that attention's mask carries scores. Raised
-            after the first chunk was built and before it was computed.
+        UnsupportedModelError: the model has no such part as the policy needs (raised at once);
+            its queries cannot be seen; or the seam sees that several layers read one cache,
+            or that attention's mask carries scores. Those are raised after the first chunk
+            was built and before it was computed (but for what accumulators took in).
     """
     seam.install(model)
+    needs = frozenset() if scorer is None else scorer.needs
+    parts = find_parts(model, cache, layers, needs, policy)
+    gatherings = {}
+    if scorer is not None and "attention" in needs:
+        gatherings = gatherings_of(scorer, layers, parts)
     total, done = len(tokens), 0
     report = progress or (lambda *_: None)
     report(0, total)
     use_capture = allow_capture and window > 0
     capture = SnapKVAttentionCapture(window, score_chunk_size) if use_capture else None
-    with observing(cache, layers, window, total) as observers:
+    with observing(cache, layers, window, total, gatherings) as observers:
         while done < total:
             chunk = mx.array(list(tokens[done : done + step]))[None]
             # The first chunk is captured too: it tells early whether there is anything to see.
@@ -86,13 +101,29 @@ def observed_prefill(
                 ):
                     capture = None
                 seen = observers if capture is None else _seen(observers)
-                require_visible(seen, model, policy, queries=window > 0)
+                every = bool({"attention", "replay"} & needs)
+                require_visible(seen, model, policy, queries=window > 0 or every)
             windows = [o.queries for o in observers.values() if o.queries is not None]
             mx.eval([c.state for c in cache], windows)
             done += chunk.shape[1]
             report(done, total)
             mx.clear_cache()
-    return Observation(observers if capture is None else _seen(observers), capture)
+    seen = observers if capture is None else _seen(observers)
+    return Observation(seen, capture, parts, gatherings)
+
+
+def gatherings_of(
+    scorer: Policy, layers: list[int], parts: Mapping[int, LayerParts]
+) -> dict[int, Gathering]:
+    """New accumulators of a policy for each of these layers."""
+
+    def start() -> Accumulator:
+        accumulator = scorer.accumulator()
+        assert accumulator is not None  # a policy that needs "attention" or "replay" has one
+        return accumulator
+
+    ropes = {layer: parts[layer].rope for layer in layers if layer in parts}
+    return {layer: Gathering(start, ropes.get(layer)) for layer in layers}
 
 
 def _seen(observers: Mapping[int, WindowObserver]) -> Mapping[int, WindowObserver]:

@@ -107,7 +107,7 @@ def _dispatch(
         return _stock(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     observer = observer_of(cache)
     if observer is not None:
-        queries = observer.observe(queries, scale, mask, sinks)
+        queries = observer.observe(queries, scale, mask, sinks, cache)
     if capture.any_open():
         with capture.seen_by_seam():
             return _attend(queries, keys, values, cache, scale, mask, sinks)

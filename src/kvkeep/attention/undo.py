@@ -18,13 +18,23 @@ def unchanged_on_error(cache: list[Any]) -> Iterator[None]:
     Full-attention rows are never written over by that, so only their number is noted; the
     other layers (sliding windows, states: small) are copied.
     """
-    restore = [_restorer(layer) for layer in cache]
+    give_back = restorer(cache)
     try:
         yield
     except Exception:
-        for give_back in restore:
-            give_back()
+        give_back()
         raise
+
+
+def restorer(cache: list[Any]) -> Callable[[], None]:
+    """What takes appended tokens off every layer again; see `unchanged_on_error`."""
+    restore = [_restorer(layer) for layer in cache]
+
+    def give_back() -> None:
+        for undo in restore:
+            undo()
+
+    return give_back
 
 
 def _restorer(layer: Any) -> Callable[[], None]:

@@ -41,7 +41,7 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], object], str], ...] = (
     ("store", "store", str, "how kept rows are stored; auto is what the policy scores"),
     ("pooling", "pooling", str, "how scores are pooled over neighbouring tokens"),
     ("pool-kernel", "pool_kernel", int, "odd width of that pooling, in tokens"),
-    ("chunk-size", "chunk_size", int, "how many neighbouring tokens stay or go together"),
+    ("chunk-size", "chunk_size", int, "how many neighbouring tokens are scored as one"),
     ("lag", "lag", int, "how many tokens a partition of lagkv has"),
     ("cross", "cross", true_or_false, "whether lagkv compares values across partitions"),
     ("gamma", "gamma", float, "what cake multiplies the variance of attention by"),
@@ -53,6 +53,11 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], object], str], ...] = (
     ("heads", "head_profile", str, "head profile that allocation duo deals rows out by"),
     ("retrieval-share", "retrieval_share", float, "share of the heads that retrieve in duo"),
     ("max-groups", "max_groups", int, "lengths that heads of a ragged layer may have, at most"),
+    ("n-future", "n_future", int, "how many positions ahead expected_attention looks"),
+    ("covariance", "covariance", true_or_false, "whether it counts how queries spread"),
+    ("value-norm", "value_norm", true_or_false, "whether it multiplies by the value's length"),
+    ("epsilon", "epsilon", float, "what it and criticalkv add to attention before they multiply"),
+    ("stage-share", "stage_share", float, "share that criticalkv fills by attention alone"),
     ("seed", "seed", int, "of the policies that draw"),
     (
         "protect",
@@ -65,20 +70,17 @@ _NAMES = {"allocation": sorted(ALLOCATIONS), "store": list(STORES), "pooling": l
 _METAVARS = {
     "budget": "BUDGET",
     "protect": "RANGES",
-    "cross": "true|false",
     "head_profile": "FILE",
+    **dict.fromkeys(("cross", "covariance", "value_norm"), "true|false"),
     **dict.fromkeys(_NAMES, "NAME"),
 }
+_POLICYS_OWN = (
+    "window", "pooling", "pool_kernel", "chunk_size", "lag", "cross", "gamma", "mix",
+    "n_future", "covariance", "value_norm", "epsilon", "stage_share",
+)  # fmt: skip
 _UNSET = {
-    "window": "the policy's own",
+    **dict.fromkeys(_POLICYS_OWN, "the policy's own"),
     "recent_tokens": "what the policy counts inside the budget",
-    "pooling": "the policy's own",
-    "pool_kernel": "the policy's own",
-    "chunk_size": "the policy's own",
-    "lag": "the policy's own",
-    "cross": "the policy's own",
-    "gamma": "the policy's own",
-    "mix": "the policy's own",
     **dict.fromkeys(("alpha", "beta", "tau1", "tau2"), "the allocation's own"),
     "head_profile": "none",
     "retrieval_share": "as many heads as fit with all their rows",

@@ -1,5 +1,6 @@
 """Which rows matter: pure scores, one policy a file."""
 
+from kvkeep.policies.accumulate import Accumulator, Chunk, Replayed
 from kvkeep.policies.base import Policy, check_options
 from kvkeep.policies.cake import Cake
 from kvkeep.policies.chunkkv import ChunkKV
@@ -18,9 +19,12 @@ from kvkeep.policies.window import (
 __all__ = [
     "POLICIES",
     "RKV",
+    "Accumulator",
     "Cake",
+    "Chunk",
     "ChunkKV",
     "Policy",
+    "Replayed",
     "SnapKV",
     "SnapKVD",
     "check_options",

@@ -9,9 +9,12 @@ from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
 
+from kvkeep.policies.accumulate import Accumulator
 from kvkeep.spec import EvictionConfig, LayerView
 
-Need = Literal["queries", "keys", "values"]
+# "attention" is every query of the prefill and "replay" every query of a second reading of
+# the prompt: either feeds the policy's accumulator.
+Need = Literal["queries", "keys", "values", "attention", "rope", "output_weights", "replay"]
 Scope = Literal["model", "head"]
 
 
@@ -60,6 +63,10 @@ class Policy(ABC):
         An eighth of the budget: most scores alone would evict the end of the question.
         """
         return max(1, budget // 8)
+
+    def accumulator(self) -> Accumulator | None:
+        """A new accumulator for some heads of one layer of one prompt; None: none is needed."""
+        return None
 
     @abstractmethod
     def score(self, view: LayerView) -> mx.array:

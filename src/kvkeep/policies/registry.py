@@ -10,10 +10,17 @@ from kvkeep.errors import ConfigError
 from kvkeep.policies.base import Policy
 from kvkeep.policies.cake import Cake
 from kvkeep.policies.chunkkv import ChunkKV
+from kvkeep.policies.compactor import Compactor
+from kvkeep.policies.criticalkv import CriticalKV
 from kvkeep.policies.cur import Cur
+from kvkeep.policies.expected_attention import ExpectedAttention
 from kvkeep.policies.keydiff import KeyDiff
 from kvkeep.policies.knorm import Knorm
+from kvkeep.policies.kvzip import KVzip
 from kvkeep.policies.lagkv import LagKV
+from kvkeep.policies.leverage import Leverage
+from kvkeep.policies.non_causal_attn import NonCausalAttention
+from kvkeep.policies.observed_attention import ObservedAttention
 from kvkeep.policies.random import Random
 from kvkeep.policies.rkv import RKV
 from kvkeep.policies.sink_recent import SinkRecent
@@ -27,8 +34,15 @@ _CLASSES: tuple[type[Policy], ...] = (
     SnapKV,
     ChunkKV,
     Cake,
+    CriticalKV,
     RKV,
     Tova,
+    KVzip,
+    ExpectedAttention,
+    ObservedAttention,
+    Compactor,
+    Leverage,
+    NonCausalAttention,
     LagKV,
     KeyDiff,
     Knorm,
@@ -40,7 +54,21 @@ POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 
 # Settings of an EvictionConfig that are options of some policies: None leaves the policy's
 # default, and a policy without the option refuses what is set.
-_OPTIONS = ("window", "pool_kernel", "pooling", "chunk_size", "lag", "cross", "gamma", "mix")
+_OPTIONS = (
+    "window",
+    "pool_kernel",
+    "pooling",
+    "chunk_size",
+    "lag",
+    "cross",
+    "gamma",
+    "mix",
+    "n_future",
+    "covariance",
+    "value_norm",
+    "epsilon",
+    "stage_share",
+)
 # Settings that every config has: they reach the policies that have them as options.
 _COMMON = ("seed", "sink_tokens")
 

@@ -9,7 +9,14 @@ from kvkeep.spec.results import (
     HeadPartitionedEvictionResult,
     SnapKVEvictionResult,
 )
-from kvkeep.spec.view import LayerSelection, LayerView, Selection, checked_positions
+from kvkeep.spec.view import (
+    LayerSelection,
+    LayerView,
+    OutputWeights,
+    Rope,
+    Selection,
+    checked_positions,
+)
 
 __all__ = [
     "POOLINGS",
@@ -21,6 +28,8 @@ __all__ = [
     "HeadProfile",
     "LayerSelection",
     "LayerView",
+    "OutputWeights",
+    "Rope",
     "Selection",
     "SnapKVEvictionResult",
     "checked_count",

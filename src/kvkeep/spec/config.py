@@ -41,11 +41,21 @@ class EvictionConfig:
         window: W, the last prompt queries that score; None is the policy's default.
         pool_kernel: odd width of the score pooling in positions; None is the policy's default.
         pooling: "avg", "max" or "none"; None is the policy's default.
-        chunk_size: positions that stay or go together; None is the policy's default.
+        chunk_size: positions that are scored together: that stay or go as one (ChunkKV), that
+            attend to each other (non-causal attention), that are read again at once (KVzip);
+            None is the policy's default.
         lag: positions per partition (LagKV); None is the policy's default.
         cross: compare partitions' values instead of ranks (LagKV); None is the default.
         gamma: weight of the variance (CAKE); None is the policy's default.
         mix: share of attention in the score (R-KV); None is the policy's default.
+        n_future: positions ahead that expected queries are averaged over (expected
+            attention); None is the policy's default.
+        covariance: count how queries spread about their mean (likewise).
+        value_norm: multiply by the length of the value (likewise).
+        epsilon: added to attention before that product, or before that with the output
+            weights (CriticalKV); None is the policy's default.
+        stage_share: share of the budget that attention alone chooses (CriticalKV); None is
+            the policy's default.
         sink_tokens: first positions that always stay (they shrink to a smaller budget).
         recent_tokens: last positions that always stay; None is the policy's default.
         min_tokens: prompts of at most this many tokens are kept whole.
@@ -70,6 +80,11 @@ class EvictionConfig:
     cross: bool | None = None
     gamma: float | None = None
     mix: float | None = None
+    n_future: int | None = None
+    covariance: bool | None = None
+    value_norm: bool | None = None
+    epsilon: float | None = None
+    stage_share: float | None = None
     alpha: float | None = None
     beta: int | None = None
     tau1: float | None = None
@@ -101,11 +116,14 @@ class EvictionConfig:
             _require(known, "pooling", f"one of {', '.join(POOLINGS)}", self.pooling)
         _require_int("chunk_size", self.chunk_size, 1, optional=True)
         _require_int("lag", self.lag, 1, optional=True)
-        _require(
-            self.cross is None or isinstance(self.cross, bool), "cross", "true or false", self.cross
-        )
+        for name in ("cross", "covariance", "value_norm"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, bool), name, "true or false", value)
         _require_number("gamma", self.gamma, "a finite number >= 0", sys.float_info.max)
+        _require_number("epsilon", self.epsilon, "a finite number >= 0", sys.float_info.max)
         _require_number("mix", self.mix, "a number between 0 and 1", 1)
+        _require_number("stage_share", self.stage_share, "a number between 0 and 1", 1)
+        _require_int("n_future", self.n_future, 1, optional=True)
         _require_number("alpha", self.alpha, "a number between 0 and 1", 1)
         _require_number("retrieval_share", self.retrieval_share, "a number between 0 and 1", 1)
         for name in ("tau1", "tau2"):

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from kvkeep.errors import SelectionError
+
+
+class Rope(Protocol):
+    """A layer's rotary position embedding, and its inverse."""
+
+    def rotate(self, rows: mx.array, positions: np.ndarray) -> mx.array:
+        """Rows [H, n, D] as the model rotates them at int positions [n], [1, n] or [H, n].
+
+        Float32, with whatever constant factor the model's rotation has.
+        """
+        ...
+
+    def unrotate(self, rows: mx.array, positions: np.ndarray) -> mx.array:
+        """What `rotate` at these positions makes into `rows`: [H, n, D] float32."""
+        ...
+
+
+#: Index of a query head -> the weights [D_v, hidden] float32 that its output goes through.
+OutputWeights = Callable[[int], mx.array]
 
 
 @dataclass(frozen=True)
@@ -24,6 +44,13 @@ class LayerView:
         n_layers: L, the number of evictable layers.
         sinks: [H_q] attention-sink logits of models that have them, or None.
         score_chunk_size: window queries to score at once, at most.
+        positions: int [1, T] or [H_kv, T], ascending true positions of the rows; None stands
+            for 0 … T - 1. They are sparse where the cache was compact already.
+        keep: rows per KV head that the budget allows (the mean where heads differ), or None
+            where that is not known.
+        seen: what the policy's accumulator gathered, arrays by name.
+        rope: the layer's rotation, for policies that need it, else None.
+        output_weights: of the layer's output projection, likewise.
     """
 
     keys: mx.array
@@ -34,6 +61,17 @@ class LayerView:
     n_layers: int
     sinks: mx.array | None = None
     score_chunk_size: int = 8
+    positions: np.ndarray | None = None
+    keep: int | None = None
+    seen: Mapping[str, mx.array] = field(default_factory=dict)
+    rope: Rope | None = None
+    output_weights: OutputWeights | None = None
+
+    def row_positions(self) -> np.ndarray:
+        """True positions of the rows: int [1, T] or [H_kv, T]."""
+        if self.positions is None:
+            return np.arange(self.keys.shape[1])[None]
+        return self.positions
 
 
 @dataclass(frozen=True)

@@ -73,15 +73,24 @@ def attention_window_scores(
 
 
 def fed_on_copy(
-    model: Any, cache: list[Any], tokens: list[int], layers: list[int], policy: str
+    model: Any,
+    cache: list[Any],
+    tokens: list[int],
+    layers: list[int],
+    policy: str,
+    window: int | None = None,
 ) -> tuple[list[Any], Mapping[int, WindowObserver]]:
     """Feed tokens on a copy of the cache under observation: (the copy, observers by layer).
+
+    Args:
+        window: last queries to keep, at most; None keeps those of all tokens.
 
     Raises:
         UnsupportedModelError: the seam cannot see the model's queries.
     """
     scratch = copy_cache(cache)
-    seen = observed_prefill(model, tokens, scratch, layers, window=len(tokens), policy=policy)
+    window = len(tokens) if window is None else window
+    seen = observed_prefill(model, tokens, scratch, layers, window=window, policy=policy)
     return scratch, seen.observers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, TypedDict
 
@@ -13,19 +13,20 @@ import mlx.core as mx
 import numpy as np
 
 from kvkeep.allocation import pyramid_budgets
-from kvkeep.attention import WindowObserver
-from kvkeep.caches import layer_rows
+from kvkeep.attention import Observation, find_parts
+from kvkeep.caches import row_groups
 from kvkeep.compaction import checked_prompt, evict_selection
 from kvkeep.errors import BudgetError, ConfigError, KvkeepError, SelectionError
 from kvkeep.policies import POLICIES, Policy, get_policy
 from kvkeep.selection import random_indices, select_rows, sink_recent_indices
-from kvkeep.spec import Budget, LayerSelection, LayerView, Selection, checked_count
+from kvkeep.spec import Budget, LayerSelection, Selection, checked_count
 from kvkeep.suite.reading import copy_cache, exact_layers
 from kvkeep.suite.scoring import attention_window_scores, checked_pooling, fed_on_copy
+from kvkeep.views import layer_view
 
 #: Policies of the suite itself; every registered one is there as well.
 SUITE_POLICIES = ("sink_recent", "random", "attention", "pyramid")
-_VIEWED = frozenset({"queries", "keys", "values"})
+_VIEWED = frozenset({"queries", "keys", "values", "rope", "output_weights"})
 
 #: One layer's positions: [R] for all heads, or [H_kv][R].
 LayerIndices = Sequence[int] | Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
@@ -113,7 +114,8 @@ def select_cache(
       so the mean is `keep` exactly.
     - every registered policy, by its name with its own defaults, or as an object
       (`get_policy("snapkv", pool_kernel=5)`). Those that look at the observation window see
-      the window tokens' last queries. `sinks` first and `window_keep` last positions are
+      the window tokens' last queries; those that need every query of the prompt, or a second
+      reading of it, are refused. `sinks` first and `window_keep` last positions are
       forced; `pool_kernel` and `pooling` are theirs, not the arguments here.
 
     Forced positions count inside `keep` and shrink to it, the sinks first served.
@@ -162,7 +164,7 @@ def select_cache(
             scores = attention_window_scores(model, cache, tokens, pool_kernel, pooling)
             rows = _highest(scores, budgets, sinks=0, recent=window_keep)
         else:
-            scores = _policy_scores(model, cache, layers, length, scorer, tokens)
+            scores = _policy_scores(model, cache, layers, keep, scorer, tokens)
             rows = _highest(scores, budgets, sinks=sinks, recent=window_keep)
         kept = {i: LayerSelection(tuple(r)) for i, r in zip(layers, rows, strict=True)}
         new = _stored(cache, Selection(length, kept))
@@ -272,31 +274,25 @@ def _policy_scores(
     model: Any,
     cache: list[Any],
     layers: list[int],
-    length: int,
+    keep: int,
     policy: Policy,
     tokens: list[int],
 ) -> list[mx.array]:
     """A registered policy's scores [H_kv or 1, T] of each layer's cached positions."""
-    observers: Mapping[int, WindowObserver] = {}
+    length = cache[layers[0]].offset
+    parts = find_parts(model, cache, layers, policy.needs, policy.name)
+    seen = Observation({}, parts=parts)
     if tokens:
-        cache, observers = fed_on_copy(model, cache, tokens, layers, policy.name)
+        width = max(policy.observation_window, 1)
+        cache, observers = fed_on_copy(model, cache, tokens, layers, policy.name, width)
+        seen = Observation(observers, parts=parts)
     scores = []
     for index in layers:
-        keys, values = layer_rows(cache[index])
-        observer = observers.get(index)
-        queries = None if observer is None else observer.queries
-        if queries is not None:
-            queries = queries[0, :, -max(policy.observation_window, 1) :]
-        view = LayerView(
-            keys=keys,
-            values=values,
-            queries=queries,
-            scale=1.0 if observer is None else observer.scale,
-            layer=index,
-            n_layers=len(layers),
-            sinks=None if observer is None else observer.sinks,
-        )
-        score = policy.score(view)[:, :length]  # the window's own rows are not in the cache
+        (group,) = row_groups(cache[index])
+        # The window's own rows rank on top and are not in the cache: they are no part of keep.
+        rows = keep + len(tokens)
+        view = layer_view(group, index, seen, n_layers=len(layers), keep=rows)
+        score = policy.score(view)[:, :length]
         if policy.scope == "model":
             score = score.sum(axis=0, keepdims=True)
         mx.eval(score)
