@@ -130,6 +130,8 @@ def test_every_option_is_a_flag(name: str) -> None:
     values = {
         "window": "9", "pool_kernel": "3", "pooling": "max", "chunk_size": "7", "lag": "33",
         "cross": "true", "gamma": "2.5", "mix": "0.5", "seed": "11", "sink_tokens": "6",
+        "n_future": "77", "covariance": "false", "value_norm": "false", "epsilon": "0.25",
+        "stage_share": "0.75",
     }  # fmt: skip
     fields = [field.name for field in dataclasses.fields(POLICIES[name])]
     argv = ["generate", "--kv-eviction", name]

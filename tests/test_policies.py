@@ -156,6 +156,16 @@ def test_an_option_of_another_policy_is_refused() -> None:
         ("rkv", {"mix": 1.5}),
         ("rkv", {"mix": True}),
         ("random", {"seed": -1}),
+        ("leverage", {"seed": 0.5}),
+        ("compactor", {"chunk_size": 0}),
+        ("non_causal_attn", {"chunk_size": -5}),
+        ("kvzip", {"chunk_size": 0}),
+        ("expected_attention", {"n_future": 0}),
+        ("expected_attention", {"covariance": 1}),
+        ("expected_attention", {"value_norm": "yes"}),
+        ("expected_attention", {"epsilon": -0.1}),
+        ("criticalkv", {"epsilon": float("inf")}),
+        ("criticalkv", {"stage_share": 1.01}),
     ],
 )
 def test_options_out_of_range_are_refused(name: str, options: dict[str, Any]) -> None:

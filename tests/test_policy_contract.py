@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn, get_args
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,8 +22,11 @@ from kvkeep import (
     evict_selection,
     get_policy,
 )
+from kvkeep.attention import Rotary
 from kvkeep.compaction import prefill_and_compact
-from kvkeep.policies import POLICIES, policy_of
+from kvkeep.errors import CacheError
+from kvkeep.policies import POLICIES, Chunk, Replayed, policy_of
+from kvkeep.policies.base import Need
 from kvkeep.selection import select_rows
 from oracles import evicted_mask, greedy, logits_of, numpy_llama, prefilled, raw
 from tiny_models import random_tokens, tiny_llama
@@ -41,7 +45,7 @@ def view_of(
     seed: int = 0,
     dtype: mx.Dtype = mx.float32,
 ) -> LayerView:
-    """Random rows and as many queries as the policy observes, where there are that many."""
+    """Random rows, as many queries as the policy observes, and what else it needs."""
     random = np.random.default_rng(seed)
     rows = [
         mx.array(random.normal(size=(kv_heads, length, d)).astype(np.float32)).astype(dtype)
@@ -52,7 +56,56 @@ def view_of(
     if window:
         queries = mx.array(2 * random.normal(size=(heads, window, dim)).astype(np.float32))
         queries = queries.astype(dtype)
-    return LayerView(rows[0], rows[1], queries, dim**-0.5, layer=1, n_layers=3)
+    weights = mx.array(random.normal(size=(heads, dim + 2, 5)).astype(np.float32))
+    view = LayerView(
+        rows[0],
+        rows[1],
+        queries,
+        dim**-0.5,
+        layer=1,
+        n_layers=3,
+        keep=max(length // 3, 1),
+        rope=rope_of(dim) if "rope" in policy.needs else None,
+        output_weights=(lambda head: weights[head]) if "output_weights" in policy.needs else None,
+    )
+    fed = mx.array(2 * random.normal(size=(heads, length, dim)).astype(np.float32)).astype(dtype)
+    return replace(view, seen=gathered(policy, view, fed))
+
+
+def rope_of(dim: int) -> Rotary:
+    """A rotation of as many channels as make pairs."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise AssertionError(reason)
+
+    module = nn.RoPE(dim // 2 * 2) if dim > 1 else lambda x, offset: x
+    return Rotary(module, refuse)
+
+
+def gathered(policy: Any, view: LayerView, queries: mx.array) -> Any:
+    """What the policy's accumulator makes of queries [H_q, T, D] and the view's rows."""
+    accumulator = policy.accumulator()
+    assert (accumulator is not None) == bool(policy.needs & {"attention", "replay"})
+    if accumulator is None:
+        return {}
+    length, replayed = queries.shape[1], "replay" in policy.needs
+    for start in range(0, length, 100):
+        stop = min(start + 100, length)
+        keys, values = view.keys[:, :stop], view.values[:, :stop]
+        if replayed:  # the rows stand for those of a prompt and for those of its repetition
+            keys = mx.concatenate([view.keys, keys], axis=1)
+            values = mx.concatenate([view.values, values], axis=1)
+        chunk = Chunk(
+            queries[:, start:stop],
+            keys,
+            values,
+            view.scale,
+            start + length * replayed,
+            rope=view.rope,
+            replayed=Replayed(length, 0, length) if replayed else None,
+        )
+        accumulator.add(chunk)
+    return accumulator.finish()
 
 
 def scored(policy: Any, view: LayerView) -> np.ndarray:
@@ -69,7 +122,7 @@ def scored(policy: Any, view: LayerView) -> np.ndarray:
 def test_it_declares_itself(name: str) -> None:
     policy = get_policy(name)
     assert (policy.name, type(policy)) == (name, POLICIES[name])
-    assert policy.needs <= {"queries", "keys", "values"}
+    assert policy.needs <= {*get_args(Need)}
     assert policy.scope in ("model", "head")
     assert isinstance(policy.query_aware, bool)
     assert policy.summary and policy.source
@@ -122,6 +175,9 @@ def test_it_reads_nothing_but_what_it_needs(name: str) -> None:
         view,
         keys=view.keys if "keys" in policy.needs else view.keys * np.nan,
         values=view.values if "values" in policy.needs else view.values * np.nan,
+        rope=view.rope if "rope" in policy.needs else rope_of(2),
+        output_weights=view.output_weights or (lambda head: mx.array(np.nan)),
+        seen=view.seen or {name: mx.array(np.nan) for name in ("attention", "mass", "mean")},
     )
     np.testing.assert_array_equal(scored(policy, poisoned), right)
     if "queries" not in policy.needs:
@@ -131,6 +187,10 @@ def test_it_reads_nothing_but_what_it_needs(name: str) -> None:
         "keys": replace(view, keys=view.keys[:, ::-1] * 1.5),
         "values": replace(view, values=view.values[:, ::-1] * 1.5),
         "queries": replace(view, queries=None if view.queries is None else -view.queries),
+        "attention": replace(view, seen={k: v[:, ::-1] * 1.5 for k, v in view.seen.items()}),
+        "replay": replace(view, seen={k: v[:, ::-1] for k, v in view.seen.items()}),
+        "rope": replace(view, rope=rope_of(4)),
+        "output_weights": replace(view, output_weights=lambda head: mx.ones((10, 3)) * head),
     }
     for need in policy.needs:  # and what it says it needs does matter
         assert (scored(policy, changed[need]) != right).any(), need
@@ -262,6 +322,11 @@ def test_a_compact_cache_can_be_compacted_again(name: str) -> None:
     cache = compact_prompt_cache(model, TOKENS, config=config).cache
     before = [[{*head} for head in layer.head_positions] for layer in cache]
     more = random_tokens(30, seed=1)
+    if "replay" in POLICIES[name].needs:
+        with pytest.raises(CacheError, match="reads the whole prompt again"):
+            prefill_and_compact(model, more, cache, replace(config, budget=30))
+        assert [layer.offset for layer in cache] == [90, 90]
+        return
     result = prefill_and_compact(model, more, cache, replace(config, budget=30))
     assert (result.retained_tokens, result.true_offset) == (30, 120)
     for layer, old in zip(result.cache, before, strict=True):

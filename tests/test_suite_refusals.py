@@ -103,6 +103,26 @@ def select_with(model: Any, policy: str, cache: list[Any]) -> Any:
     return select_cache(model, cache, policy, 0.5, WINDOW)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "observed_attention",
+        "expected_attention",
+        "non_causal_attn",
+        "compactor",
+        "kvzip",
+    ],
+)
+def test_policies_that_watch_the_whole_prompt(name: str) -> None:
+    expect_refused(
+        prefilled(tiny_llama(), PROMPT),
+        lambda c: select_with(tiny_llama(), name, c),
+        ConfigError,
+        f"{name!r} needs {'replay' if name == 'kvzip' else 'attention'}, which select_cache",
+        "compact_prompt_cache",
+    )
+
+
 @BAD_CACHES
 def test_bad_caches(make: Callable[[], list[Any]], parts: tuple[str, ...]) -> None:
     model, cache = tiny_llama(), make()

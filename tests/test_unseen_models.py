@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from kvkeep import (
     evict_selection,
     get_policy,
 )
-from kvkeep.attention import install
+from kvkeep.attention import find_parts, install
 from kvkeep.compaction import prefill_and_compact
 from kvkeep.errors import CacheError, UnsupportedModelError
 from kvkeep.policies import POLICIES
@@ -28,7 +29,9 @@ from oracles import logits_of, prefilled
 from tiny_models import random_tokens, tiny_bare_model
 
 TOKENS, NEXT = random_tokens(60), [7, 11, 3, 40, 22]
-QUERY_FREE = [name for name in POLICIES if get_policy(name).observation_window == 0]
+SEEN = {"queries", "attention", "replay"}
+QUERY_FREE = [name for name, policy in POLICIES.items() if not policy.needs & SEEN]
+PLAIN = [name for name in QUERY_FREE if POLICIES[name].needs <= {"keys", "values"}]
 SEEING = [name for name in POLICIES if name not in (*QUERY_FREE, "snapkv-d")]
 
 
@@ -55,7 +58,8 @@ def masked(model: Any, kept: list[int], tokens: list[int]) -> np.ndarray:
 
 def test_there_are_policies_of_either_kind() -> None:
     assert {"knorm", "keydiff", "lagkv", "cur", "sink_recent", "random"} <= {*QUERY_FREE}
-    assert {"snapkv", "tova"} <= {*SEEING}
+    assert {"snapkv", "tova", "observed_attention", "kvzip"} <= {*SEEING}
+    assert "leverage" in QUERY_FREE
 
 
 @pytest.mark.parametrize("name", QUERY_FREE)
@@ -90,7 +94,9 @@ def test_the_one_set_comes_from_the_mean_score(name: str) -> None:
     model = tiny_model("gemma2")
     cache, policy = prefilled(model, TOKENS), get_policy(name)
     rows = [[a[0] for a in layer.keys_and_values()] for layer in cache]
+    parts = find_parts(model, cache, [0, 1], policy.needs, name)
     views = [LayerView(keys, values, None, 1.0, i, 2) for i, (keys, values) in enumerate(rows)]
+    views = [replace(view, rope=parts[i].rope) if parts else view for i, view in enumerate(views)]
     scores = np.mean([np.asarray(policy.score(view)).mean(axis=0) for view in views], axis=0)
     (right,) = select_rows(scores, 16, sinks=4, recent=policy.default_recent(16))
     result = compact_prompt_cache(model, TOKENS, config=config_of(name))
@@ -132,7 +138,7 @@ class _SharingModel(PartlySeenModel):
         return self.embed_tokens.as_linear(h)
 
 
-@pytest.mark.parametrize("name", QUERY_FREE)
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("step", [1, 25, 2048])
 def test_a_cache_that_several_layers_read_is_refused(
     name: str, step: int, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +156,7 @@ def test_a_cache_that_several_layers_read_is_refused(
     assert not result.evicted
 
 
-@pytest.mark.parametrize("name", QUERY_FREE)
+@pytest.mark.parametrize("name", PLAIN)
 def test_scores_in_the_mask_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'deepseek_v3' adds positional scores"):
         compact_prompt_cache(tiny_model("deepseek_v3"), TOKENS, config=config_of(name))
