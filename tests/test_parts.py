@@ -141,5 +141,5 @@ def test_weights_of_another_width_are_refused(quantised: bool) -> None:
     if quantised:
         attention = model.layers[0].self_attn
         attention.o_proj = attention.o_proj.to_quantized(32, 4)
-    with pytest.raises(UnsupportedModelError, match="projection of .*48"):
+    with pytest.raises(UnsupportedModelError, match=r"projection of .*48"):
         outputs_of(model, 0, 3, 16)
