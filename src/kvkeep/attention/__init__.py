@@ -1,5 +1,6 @@
 """The only room that touches mlx-lm's models: seam, observers, capture, prefill, replay."""
 
+from kvkeep.attention.body import Body, body_of
 from kvkeep.attention.capture import SnapKVAttentionCapture
 from kvkeep.attention.gathering import query_heads
 from kvkeep.attention.observe import WindowObserver, model_name, observing, require_visible
@@ -12,6 +13,7 @@ from kvkeep.attention.seam import install, installed, remove
 from kvkeep.attention.undo import unchanged_on_error
 
 __all__ = [
+    "Body",
     "LayerParts",
     "Observation",
     "ProgressCallback",
@@ -19,6 +21,7 @@ __all__ = [
     "Rotary",
     "SnapKVAttentionCapture",
     "WindowObserver",
+    "body_of",
     "find_parts",
     "install",
     "installed",

@@ -1,0 +1,1 @@
+"""Which KV heads retrieve and which stream: an offline pass over synthetic text."""
