@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -29,4 +29,4 @@ def body_of(model: Any) -> Body:
             received=f"none in {type(language).__name__}",
             remedy="Use a profile method that does not need them, such as 'recall'.",
         )
-    return body
+    return cast(Body, body)

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from kvkeep import __version__
-from kvkeep.cli import chat, generate, model, policies
+from kvkeep.cli import chat, generate, heads, model, policies
 from kvkeep.errors import KvkeepError
 
 #: In the order of `kvkeep --help`.
-COMMANDS = (generate, chat, policies, model)
+COMMANDS = (generate, chat, policies, heads, model)
 
 USER_FAULT, INTERRUPTED = 2, 130
 

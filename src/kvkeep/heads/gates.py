@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
+import numpy as np
 
 from kvkeep.attention import body_of
 from kvkeep.heads.forward import HeadShape, Prefilled
@@ -108,7 +109,7 @@ class GateTraining:
 
     def shown(self, state: State, steps: int) -> str:
         """How far the gates are, in a few words."""
-        return f"mean gate {float(state['gates'].mean().item()):.2f}"
+        return f"mean gate {float(np.asarray(state['gates']).mean()):.2f}"
 
 
 def ramp(step: int, steps: int) -> float:

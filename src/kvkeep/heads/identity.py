@@ -54,8 +54,11 @@ def require_profile_of(profile: HeadProfile, model: Any) -> None:
 
 def _settings(model: Any) -> dict[str, Any]:
     args = getattr(model, "args", None)
-    known = dataclasses.asdict(args) if dataclasses.is_dataclass(args) else vars(args or object)
-    return {name: value for name, value in dict(known).items() if "path" not in name}
+    if dataclasses.is_dataclass(args) and not isinstance(args, type):
+        known = dataclasses.asdict(args)
+    else:
+        known = dict(getattr(args, "__dict__", {}))
+    return {name: value for name, value in known.items() if "path" not in name}
 
 
 def _sample(weight: mx.array) -> bytes:

@@ -38,7 +38,7 @@ class Streaming:
         return (columns <= rows) & ((columns < self.sinks) | (columns >= first))
 
 
-class _OnePassLayer(MlxCache):
+class OnePassLayer(MlxCache):
     """Hands a layer the rows of a prefix and its own, once; keeps nothing for later.
 
     Args:
@@ -76,8 +76,8 @@ class _OnePassLayer(MlxCache):
         return self.offset == 0
 
 
-class GatedLayer(_OnePassLayer):
-    """Each KV head's output is g · full attention + (1 − g) · streaming attention.
+class GatedLayer(OnePassLayer):
+    """Each KV head's output is g · full attention + (1 - g) · streaming attention.
 
     Source: DuoAttention, arXiv:2410.10819, section 2.2.
 
@@ -129,7 +129,7 @@ class GatedLayer(_OnePassLayer):
 Measure = Callable[[mx.array, mx.array, float, "mx.array | None"], mx.array]
 
 
-class MeasuredLayer(_OnePassLayer):
+class MeasuredLayer(OnePassLayer):
     """Plain causal attention that also measures the heads.
 
     Args:
@@ -155,9 +155,7 @@ class MeasuredLayer(_OnePassLayer):
         """Causal attention, unchanged."""
         self.calls += 1
         self.measured = self.measure(queries[0], keys[0], scale, sinks)
-        return attention(
-            queries, keys, values, cache=None, scale=scale, mask="causal", sinks=sinks
-        )
+        return attention(queries, keys, values, cache=None, scale=scale, mask="causal", sinks=sinks)
 
 
 def late_attention(
@@ -187,7 +185,7 @@ def late_attention(
     return mx.softmax(logits, axis=-1)
 
 
-def require_called_once(layers: Mapping[int, _OnePassLayer], name: str) -> None:
+def require_called_once(layers: Mapping[int, OnePassLayer], name: str) -> None:
     """Refuse a model whose attention did not come through the seam once per layer.
 
     Raises:

@@ -47,7 +47,8 @@ class HeadMeasuring:
         # The logits are not computed: only what was measured is asked for.
         self._model(mx.array(list(sample.tokens))[None], cache=cache)
         require_called_once(made, model_name(self._model))
-        total = state["total"] + mx.stack([made[i].measured for i in self._shape.layers])
+        measured = [layer.measured for layer in made.values() if layer.measured is not None]
+        total = state["total"] + mx.stack(measured)
         mx.eval(total)
         return {"total": total}
 
@@ -57,7 +58,7 @@ class HeadMeasuring:
 
     def shown(self, state: State, steps: int) -> str:
         """How much was found, in a few words."""
-        return f"highest {float(self.scores(state, steps).max().item()):.2f}"
+        return f"highest {float(np.asarray(self.scores(state, steps)).max()):.2f}"
 
 
 def measure_of(sample: Sample, settings: ProfileSettings) -> Measure:

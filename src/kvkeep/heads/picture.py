@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from pathlib import Path
@@ -19,19 +20,18 @@ def score_table(profile: HeadProfile) -> np.ndarray:
 
 
 def require_matplotlib() -> Any:
-    """matplotlib's figure module.
+    """The module of matplotlib that draws.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
     try:
-        import matplotlib.figure as figure
+        return importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
             "a picture needs matplotlib, which is not installed",
             remedy="Install it with: pip install 'kvkeep[eval]'",
         ) from error
-    return figure
 
 
 def save_picture(profile: HeadProfile, file_name: str | os.PathLike[str]) -> None:

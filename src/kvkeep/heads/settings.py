@@ -21,7 +21,9 @@ METHODS: Mapping[str, str] = MappingProxyType(
     }
 )
 #: Samples looked at where nobody says how many.
-DEFAULT_STEPS: Mapping[str, int] = MappingProxyType({"optimise": 2000, "estimate": 16, "recall": 16})
+DEFAULT_STEPS: Mapping[str, int] = MappingProxyType(
+    {"optimise": 2000, "estimate": 16, "recall": 16}
+)
 STREAMING_FROM = ("question", "start")
 
 

@@ -71,12 +71,9 @@ class HeadProfile:
             raise _fault(
                 "layers with unequal numbers of KV heads", "one number", f"{sorted(counts)}"
             )
-        for name, value in (
-            ("scores", dict(sorted(scores.items()))),
-            ("options", dict(self.options)),
-            ("versions", dict(self.versions)),
-        ):
-            object.__setattr__(self, name, MappingProxyType(value))
+        object.__setattr__(self, "scores", MappingProxyType(dict(sorted(scores.items()))))
+        for name in ("options", "versions"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def kv_heads(self) -> int:
