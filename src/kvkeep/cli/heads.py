@@ -65,6 +65,12 @@ def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
         help=f"{methods} (default: {plain.method})",
     )
     parser.add_argument("--steps", type=int, help=f"samples looked at (default: {steps})")
+    parser.add_argument(
+        "--texts",
+        type=int,
+        help="different samples to go through in turn, held in memory: later rounds cost a fraction"
+        " (optimise; default: a new one for each step)",
+    )
     for name, kind, text in (
         ("length", int, "tokens per sample, at most"),
         ("passkeys", int, "passkeys per sample"),

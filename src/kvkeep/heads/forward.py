@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvkeep.attention import install, model_name
 from kvkeep.caches import is_plain
 from kvkeep.errors import HeadProfileError
-from kvkeep.heads.layers import GatedLayer, Streaming, OnePassLayer, require_called_once
+from kvkeep.heads.layers import GatedLayer, OnePassLayer, Streaming, require_called_once
 
 Rows = tuple[mx.array, mx.array]
 Light = TypeVar("Light", bound=OnePassLayer)

@@ -80,6 +80,7 @@ class GateTraining:
     ) -> None:
         self._model, self._shape, self._samples = model, shape, samples
         self._settings = settings
+        self._read: dict[int, GateLoss] = {}  # by text, where each comes more than once
 
     def start(self) -> State:
         """All gates open, an optimiser that has seen nothing."""
@@ -88,8 +89,7 @@ class GateTraining:
 
     def advance(self, state: State, index: int) -> State:
         """The state after step `index`; `state` stays as it is."""
-        settings = self._settings
-        loss = GateLoss(self._model, self._shape, self._samples(index), settings)
+        settings, loss = self._settings, self._loss(index)
         value, gradient = mx.value_and_grad(loss)(state["gates"])
         adam = optim.Adam(settings.lr * ramp(index, settings.samples), bias_correction=True)
         adam.init({"gates": state["gates"]})
@@ -102,6 +102,17 @@ class GateTraining:
         new = {"gates": mx.clip(gates, 0, 1), "m": moments["m"], "v": moments["v"]}
         mx.eval(new, value)
         return new
+
+    def _loss(self, index: int) -> GateLoss:
+        texts = self._settings.texts
+        if texts is None:
+            return GateLoss(self._model, self._shape, self._samples(index), self._settings)
+        text = index % texts
+        if text not in self._read:
+            self._read[text] = GateLoss(
+                self._model, self._shape, self._samples(text), self._settings
+            )
+        return self._read[text]
 
     def scores(self, state: State, steps: int) -> mx.array:
         """The gates [L, H_kv]."""

@@ -34,6 +34,8 @@ class ProfileSettings:
     Attributes:
         method: a key of `METHODS`.
         steps: samples looked at; None is the method's own default.
+        texts: different samples, gone through in turn; None is a new one for each step. What
+            reading them gives is held in memory, so later rounds cost a fraction ("optimise").
         length: tokens per sample, at most.
         passkeys, words: passkeys per sample and words in each.
         sinks, recent: rows at the start, and latest rows, that a streaming head keeps.
@@ -50,6 +52,7 @@ class ProfileSettings:
 
     method: str = "optimise"
     steps: int | None = None
+    texts: int | None = None
     length: int = 1024
     passkeys: int = 5
     words: int = 8
@@ -69,8 +72,9 @@ class ProfileSettings:
         least = {"length": 16, "passkeys": 1, "words": 1, "sinks": 0, "recent": 1, "seed": 0}
         for name, value in least.items():
             checked_count(name, getattr(self, name), value)
-        if self.steps is not None:
-            checked_count("steps", self.steps, 1)
+        for name in ("steps", "texts"):
+            if getattr(self, name) is not None:
+                checked_count(name, getattr(self, name), 1)
         for name in ("lr", "reg"):
             value = getattr(self, name)
             good = isinstance(value, int | float) and not isinstance(value, bool)
@@ -100,4 +104,5 @@ class ProfileSettings:
         }
         if self.method == "optimise":
             used |= {"lr": self.lr, "reg": self.reg, "streaming_from": self.streaming_from}
+            used["texts"] = min(self.texts or self.samples, self.samples)
         return used
