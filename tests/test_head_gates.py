@@ -161,9 +161,7 @@ def test_texts_that_come_again_are_the_same_ones_read_once() -> None:
     for index in range(5):
         state = training.advance(state, index)
     assert seen == [0, 1]
-    plain = GateTraining(
-        model, head_shape(model), lambda i: random_sample(i % 2), tiny_settings()
-    )
+    plain = GateTraining(model, head_shape(model), lambda i: random_sample(i % 2), tiny_settings())
     other = plain.start()
     for index in range(5):
         other = plain.advance(other, index)

@@ -222,12 +222,13 @@ class Chooser:
     ) -> dict[int, LayerSelection]:
         """The selection for `keep`, or for the most rows whose stored bytes fit the budget."""
         demand = self._demand(cache, layers)
-        if self.allocation.sight != "nothing":
-            demand = replace(demand, scored=[self._scored(ranked[index]) for index in layers])
 
         def chosen(keep: int) -> dict[int, LayerSelection]:
-            counts = self._counts(replace(demand, keep=keep))
-            return {index: self._selected(ranked[index], counts[index]) for index in layers}
+            at, asked = replace(self, keep=keep), replace(demand, keep=keep)
+            if self.allocation.sight != "nothing":
+                asked = replace(asked, scored=[at._scored(ranked[index]) for index in layers])
+            counts = at._counts(asked)
+            return {index: at._selected(ranked[index], counts[index]) for index in layers}
 
         selection = chosen(self.keep)
         if self.most_bytes is None or self._stored(cache, selection) <= self.most_bytes:

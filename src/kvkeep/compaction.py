@@ -19,6 +19,7 @@ from kvkeep.attention import (
     model_name,
     observed_prefill,
     repeated,
+    require_profile_of,
     require_repeatable,
     unchanged_on_error,
 )
@@ -197,11 +198,13 @@ def prefill_and_compact(
             without them its tokens alone are repeated.
 
     Raises:
-        ConfigError, UnsupportedModelError: before anything was computed, where that can be
-            known; whatever is raised, the layers of `cache` hold what they held before.
+        ConfigError, HeadProfileError, UnsupportedModelError: before anything was computed,
+            where that can be known; whatever is raised, the layers of `cache` hold what they held before.
     """
     policy, allocation = policy_of(config), allocation_of(config)
     require_compatible(config, policy, allocation)
+    if allocation.head_profile is not None:
+        require_profile_of(allocation.head_profile, model)
     layers = evictable_layers(model, cache)
     length = len(tokens) + cache[layers[0]].offset
     rows = len(tokens) + cache[layers[0]].size()

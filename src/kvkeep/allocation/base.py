@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from kvkeep.spec import EvictionConfig, LayerView
+from kvkeep.spec import EvictionConfig, HeadProfile, LayerView
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,11 @@ class Allocation(ABC):
             if field.name in shared
         }
         EvictionConfig.parse(options)
+
+    @property
+    def head_profile(self) -> HeadProfile | None:
+        """The head profile that it reads, which must be of the model."""
+        return None
 
     def preference(self, view: LayerView) -> float:
         """How much of the total this layer asks for, relative to the others."""

@@ -57,6 +57,11 @@ class Duo(Allocation):
                 remedy="Pass --kv-heads FILE (head_profile=... in Python).",
             )
 
+    @property
+    def head_profile(self) -> HeadProfile | None:
+        """The profile."""
+        return self.profile
+
     def counts(self, demand: Demand) -> list[np.ndarray]:
         """[H_kv] counts per layer; the sum is keep times all heads.
 

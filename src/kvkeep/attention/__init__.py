@@ -3,6 +3,7 @@
 from kvkeep.attention.body import Body, body_of
 from kvkeep.attention.capture import SnapKVAttentionCapture
 from kvkeep.attention.gathering import query_heads
+from kvkeep.attention.identity import model_identity, require_profile_of
 from kvkeep.attention.observe import WindowObserver, model_name, observing, require_visible
 from kvkeep.attention.parts import LayerParts, find_parts
 from kvkeep.attention.prefill import Observation, ProgressCallback, observed_prefill
@@ -25,6 +26,7 @@ __all__ = [
     "find_parts",
     "install",
     "installed",
+    "model_identity",
     "model_name",
     "observed_prefill",
     "observing",
@@ -32,6 +34,7 @@ __all__ = [
     "remove",
     "repeated",
     "replay_queries",
+    "require_profile_of",
     "require_repeatable",
     "require_visible",
     "unchanged_on_error",

@@ -1,6 +1,6 @@
 """Which KV heads retrieve and which stream: an offline pass over synthetic text."""
 
-from kvkeep.heads.identity import model_identity, require_profile_of
+from kvkeep.attention import model_identity, require_profile_of
 from kvkeep.heads.picture import require_matplotlib, require_png, save_picture, score_table
 from kvkeep.heads.profiling import Progress, profile_heads
 from kvkeep.heads.resuming import state_file_of

@@ -11,12 +11,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvkeep.attention import install, model_name
+from kvkeep.attention import install, model_identity, model_name
 from kvkeep.errors import ConfigError, HeadProfileError
 from kvkeep.haystack import Haystack
 from kvkeep.heads.forward import head_shape, require_reproducible
 from kvkeep.heads.gates import GateTraining
-from kvkeep.heads.identity import model_identity
 from kvkeep.heads.measures import HeadMeasuring
 from kvkeep.heads.resuming import load_state, save_state, state_file_of
 from kvkeep.heads.samples import MakeSample, passkey_samples

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from kvkeep.attention import model_name
+from kvkeep.attention.observe import model_name
 from kvkeep.errors import HeadProfileError
 from kvkeep.spec import HeadProfile
 
