@@ -98,8 +98,8 @@ def compared(
             mx.clear_cache()
             before = mx.get_active_memory()
             caches[name] = stored(name, layers, shape, size, placement)
-            active.setdefault(name, []).append(mx.get_active_memory() - before)
-            live.setdefault(name, []).append(sum(cache.nbytes for cache in caches[name]))
+            active.setdefault(name, []).append((mx.get_active_memory() - before) / 1e6)
+            live.setdefault(name, []).append(sum(c.nbytes for c in caches[name]) / 1e6)
         steps = {name: _timed(held, step) for name, held in caches.items()}
         for name, found in interleaved(steps, size.rounds, warmup=3).items():
             times.setdefault(name, []).extend(found)
@@ -108,8 +108,8 @@ def compared(
         told = name == UNION  # its cost is shown, not promised
         for unit, figures, target in (
             ("ms/step", times, STEP),
-            ("bytes live", live, BYTES),
-            ("bytes active", active, BYTES),
+            ("MB live", live, BYTES),
+            ("MB active", active, BYTES),
         ):
             results.append(
                 Result(
