@@ -317,13 +317,12 @@ def _whole_from(layer: Any) -> int:
     """The position from which on the layer holds every row in every head."""
     if not isinstance(layer, CompactCache):
         return 0
-    try:
-        table = layer.position_table()
-    except CacheError:
-        return layer.offset
-    rows = table.shape[1]
-    whole = table - np.arange(rows) == layer.offset - rows
-    return layer.offset - int(whole.sum(axis=1).min())
+    offset = layer.offset
+    holes = []
+    for held in layer.head_position_arrays():
+        tail = held - np.arange(len(held)) == offset - len(held)
+        holes.append(offset - int(np.count_nonzero(tail)))
+    return max(holes)
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
