@@ -20,7 +20,7 @@ from kvkeep.spec import (
     checked_positions,
 )
 
-HeadKeepIndices = Sequence[Sequence[int] | np.ndarray | mx.array]
+HeadKeepIndices = Sequence[Sequence[int] | np.ndarray | mx.array] | np.ndarray
 
 
 def evict_prompt_cache_by_head(

@@ -16,7 +16,7 @@ from kvkeep.attention import ProgressCallback
 from kvkeep.caches import CompactCache, is_compact, is_plain
 from kvkeep.compaction import cache_nbytes
 from kvkeep.comparing import allocated_nbytes
-from kvkeep.errors import CacheError, ConfigError
+from kvkeep.errors import ConfigError
 from kvkeep.generation import (
     RECOMMENDED,
     GenerationResponse,
