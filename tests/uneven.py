@@ -18,6 +18,10 @@ from oracles import raw
 Kept = list[list[list[int]]]  # [layer][head][position]
 
 STORES = pytest.mark.parametrize("store", ["ragged", "union"])
+HEADS = ((0, 5, 17, 61, 80), (3, 70), (), (2, 40, 41, 42, 99))  # 5, 2, 0, 5 rows
+N_HEADS, DIM, OFFSET = len(HEADS), 8, 100
+UNION = tuple(sorted({p for head in HEADS for p in head}))
+
 CLASSES = {"ragged": RaggedKVCache, "union": HeadPartitionedKVCache}
 
 
@@ -89,3 +93,13 @@ def fed(cache: Any, count: int, heads: int, dim: int = 8, seed: int = 9) -> Any:
     return cache.update_and_fetch(
         exact_rows(heads, count, dim, seed), exact_rows(heads, count, dim, seed + 1)
     )
+
+
+def mx_attention(queries: Any, keys: Any, values: Any, *, cache: Any, **options: Any) -> mx.array:
+    """What a cache's `attend` is given to call."""
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, **options)
+
+
+def uneven(store: str) -> Any:
+    """`HEADS` at `OFFSET`: unequal heads, one of them without rows."""
+    return made(store, HEADS, OFFSET)
