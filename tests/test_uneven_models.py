@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+import kvkeep
+from kvkeep.attention import unchanged_on_error
 from oracles import evicted_mask, greedy, logits_of, numpy_llama, prefilled
 from tiny_models import random_tokens, tiny_llama, tiny_tokenizer
-from uneven import CLASSES, STORES, Kept, drawn, stored
+from uneven import CLASSES, STORES, Kept, drawn, full_snapshot, stored
 
 TOLERANCE = 1e-4
 SHAPES = pytest.mark.parametrize(
@@ -209,3 +212,26 @@ def test_both_stores_in_half_precision() -> None:
         assert cache[0].keys.dtype == mx.bfloat16
         logits.append(np.asarray(mx.stack(out).astype(mx.float32)))
     assert np.abs(logits[0] - logits[1]).max() < 0.05 * np.abs(logits[0]).max()
+
+
+@STORES
+def test_a_failed_forward_is_undone(store: str) -> None:
+    model = tiny_llama()
+    cache = stored(prefilled(model, PROMPT[:70]), drawn(70, counts_of(2), 1), store)
+    before = [full_snapshot(layer) for layer in cache]
+    with pytest.raises(RuntimeError), unchanged_on_error(cache):
+        logits_of(model, cache, PROMPT[70:80])
+        raise RuntimeError
+    assert [full_snapshot(layer) for layer in cache] == before
+
+
+@STORES
+def test_saved_caches_decode_on(store: str, tmp_path: Path) -> None:
+    model, path = tiny_llama(), str(tmp_path / "cache.safetensors")
+    cache = stored(prefilled(model, PROMPT[:70]), drawn(70, counts_of(2), 1), store)
+    logits_of(model, cache, PROMPT[70:75])
+    kvkeep.save_prompt_cache(path, cache)
+    ours = greedy(model, kvkeep.load_prompt_cache(path), 5, 8)
+    theirs = greedy(model, cache, 5, 8)
+    assert ours[0] == theirs[0]
+    np.testing.assert_array_equal(ours[1], theirs[1])
