@@ -18,6 +18,7 @@ from kvkeep.caches import RowGroup, row_groups
 from kvkeep.compaction import compact_prompt_cache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.policies import Chunk, Policy
+from kvkeep.policies.observed_attention import ObservedAttention
 from kvkeep.views import layer_view
 from oracles import logits_of, prefilled, rotated
 from tiny_models import random_tokens, tiny_bare_model, tiny_llama
@@ -115,7 +116,7 @@ def non_causal(
 
 @STEPS
 def test_observed_attention_over_the_whole_matrix(step: int) -> None:
-    model, policy, cache = tiny_llama(), get_policy("observed_attention"), []
+    model, policy = tiny_llama(), get_policy("observed_attention")
     cache = make_prompt_cache(model)
     scores = scores_of(policy, cache, prefill(model, policy, cache, TOKENS, step))
     for layer, rows in enumerate(attention_inputs(model, TOKENS)):
@@ -235,13 +236,12 @@ def test_groups_of_heads_have_accumulators_of_their_own(
     class Cache:
         offset = 30
 
-    policy = get_policy("observed_attention")
+    policy = ObservedAttention()
     observer = WindowObserver(0, gathering=Gathering(policy.accumulator))
     observer.observe(queries, 0.5, "causal", None, Cache())
     assert observer.gathering is not None
     found = np.asarray(observer.gathering.of(group)["attention"])
     whole = policy.accumulator()
-    assert whole is not None
     whole.add(Chunk(queries[0], rows, rows, 0.5, 10))
     right = np.asarray(whole.finish()["attention"]).reshape(2, 3, 30)[list(heads)]
     np.testing.assert_allclose(found, right.reshape(-1, 30), rtol=1e-6)

@@ -11,8 +11,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.lora import LoRALinear
 
-from bare_models import tiny_model
+from bare_models import PartlySeenModel, tiny_model
 from kvkeep.attention import LayerParts, find_parts
+from kvkeep.attention.rotated import unrotated_layers
 from kvkeep.errors import UnsupportedModelError
 from tiny_models import tiny_bare_model, tiny_llama
 
@@ -62,7 +63,7 @@ def test_quantised_weights_are_dequantised(
     heads: int, dim: int, bits: int, group_size: int
 ) -> None:
     """Also where a head is a part of a quantisation group."""
-    model = tiny_llama(heads=4, kv_heads=2, head_dim=16)
+    model: Any = tiny_llama(heads=4, kv_heads=2, head_dim=16)
     module = model.layers[1].self_attn.o_proj.to_quantized(group_size, bits)
     model.layers[1].self_attn.o_proj = module
     whole = mx.dequantize(module.weight, module.scales, module.biases, group_size, bits)
@@ -70,7 +71,7 @@ def test_quantised_weights_are_dequantised(
 
 
 def test_other_linear_maps_are_tried_out() -> None:
-    model = tiny_llama()
+    model: Any = tiny_llama()
     plain = model.layers[0].self_attn.o_proj
     plain.bias = mx.random.normal((32,))
     lora = LoRALinear.from_base(plain, r=4)
@@ -86,13 +87,19 @@ def test_a_language_model_inside_another_is_found() -> None:
             super().__init__()
             self.language_model = tiny_llama()
 
+        def make_cache(self) -> list[Any]:
+            return make_prompt_cache(self.language_model)
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            return self.language_model(inputs, cache=cache)
+
     outer = Outer()
-    cache = make_prompt_cache(outer.language_model)
+    cache = make_prompt_cache(outer)
     assert find_parts(outer, cache, [0, 1], ROPE, "asker")[1].rope is not None
 
 
 def without(name: str) -> Any:
-    model = tiny_bare_model()
+    model: Any = tiny_bare_model()
     model.model_type = "strange"
     module = getattr(model.layers[1], name)
     delattr(model.layers[1], name)
@@ -101,15 +108,32 @@ def without(name: str) -> Any:
 
 
 def twice() -> Any:
-    model = tiny_bare_model()
+    model: Any = tiny_bare_model()
     model.layers[1].inner = nn.Module()
     model.layers[1].inner.wo = nn.Linear(64, 32)
     return model
 
 
+class _Turned(nn.Module):
+    def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+        return -x
+
+
 def odd_rotation() -> Any:
-    model = tiny_bare_model()
-    model.layers[0].rope = nn.SinusoidalPositionalEncoding(16)
+    model: Any = tiny_bare_model()
+    model.layers[0].rope = _Turned()
+    return model
+
+
+def after_the_rotation(seen: bool) -> Any:
+    """Models of which one layer rotates and then does something else to the queries."""
+
+    class Normed(nn.RoPE):
+        def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+            return super().__call__(x, offset) * 1.0
+
+    model: Any = PartlySeenModel(seen=[True, seen], sliding=[False, False])
+    model.layers[1].rope = Normed(16)
     return model
 
 
@@ -119,7 +143,8 @@ def odd_rotation() -> Any:
         (lambda: without("rope"), ROPE, r"layer 1 of model 'strange'.*got no modules named rope"),
         (lambda: without("o_proj"), OUTPUT, "layer 1.*got no output projections named o_proj"),
         (twice, OUTPUT, "got 2 output projections"),
-        (odd_rotation, ROPE, "layer 0.*got its rotation of"),
+        (odd_rotation, ROPE, "layer 0.*got its rotation turns position 0"),
+        (lambda: after_the_rotation(True), ROPE, "no plain rotation in 1 of 2 layers"),
         (lambda: tiny_model("deepseek_v3"), ROPE, "'deepseek_v3'.*apart from the rest"),
         (nn.Module, ROPE, "it has 0 layers and 1 caches"),
     ],
@@ -135,9 +160,31 @@ def test_refusals_name_the_model_and_the_reason(
         part.rope.rotate(mx.zeros((1, 1, 16)), np.arange(1))
 
 
+def test_whether_rows_are_rotated_is_seen_without_computing_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rope = mx.fast.rope
+    assert unrotated_layers(tiny_llama(), [0, 1]) == []
+    assert unrotated_layers(after_the_rotation(True), [0, 1]) == [1]
+    assert unrotated_layers(after_the_rotation(False), [0, 1]) == []  # nobody can tell
+
+    def failing(*_: Any, **__: Any) -> mx.array:
+        raise RuntimeError("no")
+
+    model: Any = tiny_llama()
+    model.layers[1].self_attn.rope = failing
+    with pytest.raises(RuntimeError):
+        unrotated_layers(model, [0, 1])
+    assert mx.fast.rope is rope
+    model = tiny_llama()
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", failing)
+        assert unrotated_layers(model, [0]) == []
+
+
 @pytest.mark.parametrize("quantised", [False, True])
 def test_weights_of_another_width_are_refused(quantised: bool) -> None:
-    model = tiny_llama()
+    model: Any = tiny_llama()
     if quantised:
         attention = model.layers[0].self_attn
         attention.o_proj = attention.o_proj.to_quantized(32, 4)

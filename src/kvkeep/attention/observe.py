@@ -89,6 +89,7 @@ def observing(
     window: int,
     new_tokens: int | None = None,
     gatherings: Mapping[int, Gathering] | None = None,
+    observer: type[WindowObserver] = WindowObserver,
 ) -> Iterator[Mapping[int, WindowObserver]]:
     """Attach an observer to these layers' caches, and take it off whatever happens.
 
@@ -98,13 +99,14 @@ def observing(
         window: W.
         new_tokens: tokens about to be prefilled, where known.
         gatherings: by layer, what feeds a policy's accumulators.
+        observer: the class to observe with.
     """
     observers, gatherings = {}, gatherings or {}
     try:
         for layer in layers:
             rows = cache[layer].size()
             end = None if new_tokens is None else rows + new_tokens
-            observers[layer] = WindowObserver(window, end, rows, gatherings.get(layer))
+            observers[layer] = observer(window, end, rows, gatherings.get(layer))
             setattr(cache[layer], _ATTRIBUTE, observers[layer])
         yield observers
     finally:

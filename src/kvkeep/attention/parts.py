@@ -11,6 +11,7 @@ import mlx.nn as nn
 
 from kvkeep.attention.observe import model_name
 from kvkeep.attention.rotary import Rotary
+from kvkeep.attention.rotated import unrotated_layers
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.spec import OutputWeights
 
@@ -64,6 +65,12 @@ def find_parts(
         rope = _rope_of(blocks[index], refuse) if "rope" in needs else None
         output = _output_of(blocks[index], refuse) if "output_weights" in needs else None
         found[index] = LayerParts(rope, output)
+    if "rope" in needs and (others := unrotated_layers(model, layers)):
+        _refuse(
+            model,
+            policy,
+            f"queries that are no plain rotation in {len(others)} of {len(layers)} layers",
+        )
     return found
 
 

@@ -1,0 +1,84 @@
+"""Does a model hand its rotated queries to attention as the rotation gave them?"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvkeep.attention import seam
+from kvkeep.attention.observe import WindowObserver, observing
+
+_lock = threading.Lock()
+_open = 0  # watches, in all threads
+_original: Any = None
+_mine = threading.local()  # .given: what this thread's last rotations gave
+
+
+class _Observer(WindowObserver):
+    """Notes whether a layer's queries are the very array that a rotation gave."""
+
+    rotated = False
+
+    def observe(
+        self,
+        queries: mx.array,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+        cache: Any = None,
+    ) -> mx.array:
+        self.rotated = any(queries is given for given in _mine.given)
+        return super().observe(queries, scale, mask, sinks, cache)
+
+
+def unrotated_layers(model: Any, layers: list[int]) -> list[int]:
+    """Those of the layers whose attention is seen to get other queries than rotated ones.
+
+    Some models rotate in some layers only, rotate a part of the channels and join it to the
+    rest, or normalise after the rotation: what looks like a layer's rotation could not be
+    taken back off its rows. Two tokens run through the model with a cache of their own; only
+    the graph is built, nothing is computed. Layers that call attention themselves cannot be
+    seen and are not among the result.
+    """
+    seam.install(model)
+    cache = make_prompt_cache(model)
+    with _watched(), observing(cache, layers, 0, observer=_Observer) as observers:
+        model(mx.array([[0, 0]]), cache=cache)
+    return [
+        layer
+        for layer, observer in observers.items()
+        if observer.calls and not getattr(observer, "rotated", True)
+    ]
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """Note what `mx.fast.rope` gives to this thread; it is put back when the last one closes."""
+    global _open, _original
+    with _lock:
+        if _open == 0:
+            _original = mx.fast.rope
+            mx.fast.rope = _noting
+        _open += 1
+    _mine.given = deque(maxlen=4)  # queries and keys of one layer: more would stay alive
+    try:
+        yield
+    finally:
+        del _mine.given
+        with _lock:
+            _open -= 1
+            if _open == 0:
+                mx.fast.rope = _original
+
+
+def _noting(*args: Any, **kwargs: Any) -> mx.array:
+    turned = _original(*args, **kwargs)
+    if hasattr(_mine, "given"):
+        _mine.given.append(turned)
+    return turned
