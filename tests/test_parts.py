@@ -125,12 +125,12 @@ def odd_rotation() -> Any:
     return model
 
 
-def after_the_rotation(seen: bool) -> Any:
-    """Models of which one layer rotates and then does something else to the queries."""
+def after_the_rotation(seen: bool, factor: float = 1.5) -> Any:
+    """Models of which one layer rotates and then multiplies the queries."""
 
     class Normed(nn.RoPE):
         def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-            return super().__call__(x, offset) * 1.0
+            return super().__call__(x, offset) * factor
 
     model: Any = PartlySeenModel(seen=[True, seen], sliding=[False, False])
     model.layers[1].rope = Normed(16)
@@ -166,6 +166,7 @@ def test_whether_rows_are_rotated_is_seen_without_computing_anything(
     rope = mx.fast.rope
     assert unrotated_layers(tiny_llama(), [0, 1]) == []
     assert unrotated_layers(after_the_rotation(True), [0, 1]) == [1]
+    assert unrotated_layers(after_the_rotation(True, 1.0), [0, 1]) == []
     assert unrotated_layers(after_the_rotation(False), [0, 1]) == []  # nobody can tell
 
     def failing(*_: Any, **__: Any) -> mx.array:

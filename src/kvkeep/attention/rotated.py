@@ -21,7 +21,7 @@ _mine = threading.local()  # .given: what this thread's last rotations gave
 
 
 class _Observer(WindowObserver):
-    """Notes whether a layer's queries are the very array that a rotation gave."""
+    """Notes whether a layer's queries are what a rotation gave."""
 
     rotated = False
 
@@ -33,7 +33,10 @@ class _Observer(WindowObserver):
         sinks: mx.array | None,
         cache: Any = None,
     ) -> mx.array:
-        self.rotated = any(queries is given for given in _mine.given)
+        given: deque[mx.array] = _mine.given
+        self.rotated = any(queries is rows for rows in given) or any(
+            _equal(queries, rows) for rows in given
+        )
         return super().observe(queries, scale, mask, sinks, cache)
 
 
@@ -42,9 +45,10 @@ def unrotated_layers(model: Any, layers: list[int]) -> list[int]:
 
     Some models rotate in some layers only, rotate a part of the channels and join it to the
     rest, or normalise after the rotation: what looks like a layer's rotation could not be
-    taken back off its rows. Two tokens run through the model with a cache of their own; only
-    the graph is built, nothing is computed. Layers that call attention themselves cannot be
-    seen and are not among the result.
+    taken back off its rows. Two tokens run through the model with a cache of their own. Only
+    the graph is built where attention gets the very array that the rotation gave; else the
+    two are compared. Layers that call attention themselves cannot be seen and are not among
+    the result.
     """
     seam.install(model)
     cache = make_prompt_cache(model)
@@ -55,6 +59,13 @@ def unrotated_layers(model: Any, layers: list[int]) -> list[int]:
         for layer, observer in observers.items()
         if observer.calls and not getattr(observer, "rotated", True)
     ]
+
+
+def _equal(queries: mx.array, rows: mx.array) -> bool:
+    """Whether a model has done no more to the rotated rows than to change their dtype."""
+    if queries.shape != rows.shape:
+        return False
+    return bool(mx.array_equal(queries.astype(mx.float32), rows.astype(mx.float32)))
 
 
 @contextlib.contextmanager
