@@ -160,6 +160,22 @@ def test_refusals_name_the_model_and_the_reason(
         part.rope.rotate(mx.zeros((1, 1, 16)), np.arange(1))
 
 
+def test_a_layer_that_says_it_rotates_nothing_is_fine() -> None:
+    class Idle(nn.Module):
+        def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
+            return x
+
+    model: Any = PartlySeenModel(seen=[True, True], sliding=[False, False])
+    model.layers[1].rope = Idle()
+    rows = mx.random.normal((2, 3, 16))
+    turned = []
+    for part in parts_of(model, ROPE).values():
+        assert part.rope is not None
+        turned.append(not np.allclose(part.rope.unrotate(rows, np.arange(3)), rows))
+        assert part.rope.idle != turned[-1]
+    assert turned == [True, False]
+
+
 def test_whether_rows_are_rotated_is_seen_without_computing_anything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

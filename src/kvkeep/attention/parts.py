@@ -65,7 +65,8 @@ def find_parts(
         rope = _rope_of(blocks[index], refuse) if "rope" in needs else None
         output = _output_of(blocks[index], refuse) if "output_weights" in needs else None
         found[index] = LayerParts(rope, output)
-    if "rope" in needs and (others := unrotated_layers(model, layers)):
+    turning = [i for i, part in found.items() if part.rope is not None and not part.rope.idle]
+    if turning and (others := unrotated_layers(model, turning)):
         _refuse(
             model,
             policy,

@@ -33,6 +33,15 @@ class Rotary:
         if isinstance(dims, int):
             self._layout(dims)  # refuses at once
 
+    @property
+    def idle(self) -> bool:
+        """Whether the module gives back the very rows that it gets: a layer without positions."""
+        rows = mx.ones((1, 1, 2, 64))
+        try:
+            return self._module(rows, offset=7) is rows
+        except (TypeError, ValueError, RuntimeError):
+            return False  # it looks at the channels, so it does something to them
+
     def rotate(self, rows: mx.array, positions: np.ndarray) -> mx.array:
         """See `kvkeep.spec.Rope`.
 
