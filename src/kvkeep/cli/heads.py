@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -149,21 +156,26 @@ def _progress(console: Console) -> Iterator[heads.Progress]:
     )
     # Speed over the last minutes: a sample can take many seconds.
     with Progress(*columns, console=console, speed_estimate_period=600) as bar:
-        task = bar.add_task("", total=None, words="")
+        task: TaskID | None = None
 
         def report(done: int, total: int, words: str) -> None:
-            bar.update(task, completed=done, total=total, words=words)
+            nonlocal task
+            if task is None:  # the first report says how far an earlier run had come
+                task = bar.add_task("", total=total, completed=done, words=words)
+            bar.update(task, completed=done, words=words)
 
         yield report
 
 
 def _lines(console: Console) -> heads.Progress:
-    began, spoke, first = time.perf_counter(), time.perf_counter(), 0
+    began: float | None = None
+    spoke = 0.0
+    first = 0
 
     def report(done: int, total: int, words: str) -> None:
         nonlocal began, spoke, first
         now = time.perf_counter()
-        if not spoke or done == first:
+        if began is None:
             began, spoke, first = now, now, done
         if done in (first, total) or now - spoke < LINE_EVERY:
             return

@@ -104,5 +104,5 @@ class ProfileSettings:
         }
         if self.method == "optimise":
             used |= {"lr": self.lr, "reg": self.reg, "streaming_from": self.streaming_from}
-            used["texts"] = min(self.texts or self.samples, self.samples)
+            used |= {} if self.texts is None else {"texts": self.texts}
         return used
