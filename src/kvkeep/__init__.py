@@ -24,6 +24,7 @@ from kvkeep.comparing import compare  # noqa: E402
 from kvkeep.conversation import Conversation  # noqa: E402
 from kvkeep.errors import KvkeepError  # noqa: E402
 from kvkeep.generation import RECOMMENDED, generate, stream_generate  # noqa: E402
+from kvkeep.heads import ProfileSettings, profile_heads  # noqa: E402
 from kvkeep.policies import get_policy  # noqa: E402
 from kvkeep.reuse import (  # noqa: E402
     load_prompt_cache,
@@ -40,10 +41,12 @@ from kvkeep.spec import (  # noqa: E402
     Budget,
     EvictionConfig,
     HeadPartitionedEvictionResult,
+    HeadProfile,
     LayerSelection,
     LayerView,
     Selection,
     SnapKVEvictionResult,
+    load_head_profile,
 )
 from kvkeep.suite import (  # noqa: E402
     SelectionInfo,
@@ -67,11 +70,13 @@ __all__ = [
     "EvictionConfig",
     "HeadPartitionedEvictionResult",
     "HeadPartitionedKVCache",
+    "HeadProfile",
     "KvkeepError",
     "LayerSelection",
     "LayerView",
     "PositionPreservingKVCache",
     "PositionPreservingQuantizedKVCache",
+    "ProfileSettings",
     "RaggedKVCache",
     "Selection",
     "SelectionInfo",
@@ -87,7 +92,9 @@ __all__ = [
     "evict_selection",
     "generate",
     "get_policy",
+    "load_head_profile",
     "load_prompt_cache",
+    "profile_heads",
     "pyramid_budgets",
     "random_indices",
     "save_prompt_cache",
