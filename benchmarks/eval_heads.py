@@ -30,8 +30,8 @@ from kvkeep.demo_model import resolve_model
 from kvkeep.haystack import needle_prompts
 from kvkeep.spec import HeadProfile, load_head_profile
 
-WINDOWS = ((4, 64), (16, 64), (8, 128), (16, 128))
-SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.55)
+WINDOWS = ("4+64", "16+64", "8+128")
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.55)
 BATCH = 24
 
 
@@ -109,13 +109,16 @@ def fill(args: argparse.Namespace) -> None:
         print(f"{file.name}: {len(tokens)} tokens, depth {prompt.depth:.2f}", flush=True)
 
 
-def settings_of(profiles: dict[str, HeadProfile]) -> Iterator[Setting]:
+def settings_of(
+    profiles: dict[str, HeadProfile], windows: Sequence[str], shares: Sequence[float]
+) -> Iterator[Setting]:
     """The full cache, then every profile at every share and window."""
     first = next(iter(profiles.values()))
     yield Setting("full", 1.0, 0, 0, first.retrieval_heads(1.0))
-    for sinks, recent in WINDOWS:
+    for window in windows:
+        sinks, recent = map(int, window.split("+"))
         for name, profile in profiles.items():
-            for share in SHARES:
+            for share in shares:
                 yield Setting(name, share, sinks, recent, profile.retrieval_heads(share))
 
 
@@ -138,7 +141,7 @@ def score(args: argparse.Namespace) -> None:
     profiles = {path.stem: load_head_profile(path) for path in args.profiles}
     for seed in args.random:
         profiles[f"random-{seed}"] = shuffled(next(iter(profiles.values())), seed)
-    settings = list(settings_of(profiles))
+    settings = list(settings_of(profiles, args.windows, args.shares))
     hits, shares = [], []
     for file in sorted(args.folder.glob("*.safetensors"))[: args.prompts]:
         cache, metadata = kvkeep.load_prompt_cache(file, return_metadata=True)
@@ -150,7 +153,7 @@ def score(args: argparse.Namespace) -> None:
             hits[-1] += answered(model, cache, some, last, answer)
             shares[-1] += [kept_share(cache, setting) for setting in some]
         print(f"{file.name}: {sum(hits[-1])} of {len(settings)} settings right", flush=True)
-    rates, kept = np.mean(hits, axis=0), np.mean(shares, axis=0)
+    kept = np.mean(shares, axis=0)
     result = [
         {
             "profile": s.profile,
@@ -159,18 +162,21 @@ def score(args: argparse.Namespace) -> None:
             "recent": s.recent,
             "kept": round(float(kept[i]), 4),
             "right": int(sum(row[i] for row in hits)),
+            "of_full": int(sum(row[i] and row[0] for row in hits)),
             "of": len(hits),
         }
         for i, s in enumerate(settings)
     ]
     if args.output:
         args.output.write_text(json.dumps(result, indent=0) + "\n", encoding="utf-8")
-    print(f"full cache: {rates[0]:.3f} of {len(hits)}")
+    full = result[0]["right"]
+    print(f"full cache: {full} of {len(hits)}")
     for entry in result[1:]:
         print(
             f"{entry['profile']:12} {entry['sinks']:3}+{entry['recent']:<4} share"
             f" {entry['share']:.2f}  bytes {100 * entry['kept']:5.1f} %"
-            f"  right {entry['right']}/{entry['of']}"
+            f"  right {entry['right']}/{entry['of']} = {entry['right'] / max(full, 1):.2f} of full,"
+            f" {entry['of_full']} of the {full}"
         )
 
 
@@ -225,6 +231,10 @@ def main() -> None:
     scoring.add_argument("folder", type=Path)
     scoring.add_argument("profiles", type=Path, nargs="+")
     scoring.add_argument("--prompts", type=int, default=None, help="the first so many")
+    scoring.add_argument("--windows", nargs="+", default=WINDOWS, help="sinks+recent, several")
+    scoring.add_argument(
+        "--shares", type=float, nargs="+", default=SHARES, help="of retrieval heads"
+    )
     scoring.add_argument("--random", type=int, nargs="*", default=[], help="seeds of random scores")
     scoring.add_argument("--output", type=Path, default=None, help="figures as JSON")
     scoring.set_defaults(act=score)

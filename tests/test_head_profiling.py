@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
@@ -158,6 +159,21 @@ def test_a_profile_says_how_it_was_made(tmp_path: Path) -> None:
     assert set(profile.versions) == {"kvkeep", "mlx", "mlx-lm"}
     assert profile.model == model_identity(model)
     require_profile_of(profile, model)
+
+
+@METHODS
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "quantised"])
+def test_models_of_other_number_formats_are_profiled_alike(method: str, kind: str) -> None:
+    plain = tiny_llama(head_dim=32)
+    other = tiny_llama(head_dim=32)
+    if kind == "quantised":
+        nn.quantize(other, group_size=32, bits=8)
+    else:
+        other.set_dtype(getattr(mx, kind))
+    expected, found = (profiled(method=method, model=model) for model in (plain, other))
+    for layer, row in expected.scores.items():
+        assert found.scores[layer] == pytest.approx(row, abs=0.1)
+    assert (found.model == expected.model) == (kind == "float16")
 
 
 def test_a_profile_of_another_model_is_refused_by_both_names() -> None:
