@@ -199,7 +199,7 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
             report(done, 13, "mean gate 0.50")
     lines = capture.get().splitlines()
     if seconds:
-        assert lines[0] == "profiling heads: 11/13 samples, mean gate 0.50, 12 s left"
+        assert lines[0] == "profiling heads: 11/13 steps, mean gate 0.50, 12 s left"
         assert len(lines) == 2
     else:
         assert lines == []
@@ -211,7 +211,7 @@ def test_progress_on_a_terminal_is_a_bar_with_the_time_left() -> None:
         report(0, 4, "")
         report(4, 4, "mean gate 0.25")
     shown = capture.get()
-    assert "4/4 samples" in shown and "mean gate 0.25" in shown
+    assert "4/4 steps" in shown and "mean gate 0.25" in shown
 
 
 def test_faults_are_project_errors() -> None:

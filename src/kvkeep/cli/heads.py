@@ -71,7 +71,7 @@ def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
         default=plain.method,
         help=f"{methods} (default: {plain.method})",
     )
-    parser.add_argument("--steps", type=int, help=f"samples looked at (default: {steps})")
+    parser.add_argument("--steps", type=int, help=f"steps, one sample each (default: {steps})")
     parser.add_argument(
         "--texts",
         type=int,
@@ -149,7 +149,7 @@ def _progress(console: Console) -> Iterator[heads.Progress]:
     columns = (
         TextColumn("profiling heads"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} samples"),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps"),
         TextColumn("{task.fields[words]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
@@ -181,7 +181,7 @@ def _lines(console: Console) -> heads.Progress:
             return
         spoke = now
         left = (now - began) / (done - first) * (total - done)
-        line = f"profiling heads: {done:,}/{total:,} samples, {words}, {left:.0f} s left"
+        line = f"profiling heads: {done:,}/{total:,} steps, {words}, {left:.0f} s left"
         console.print(line, highlight=False, soft_wrap=True)
 
     return report
@@ -205,7 +205,7 @@ def summary_table(profile: HeadProfile) -> Table:
     shown = ", ".join(f"{layer}.{head} {score:.2f}" for score, layer, head in ranked[:_LISTED])
     for name, value in (
         ("model", f"{profile.model_name} ({profile.model})"),
-        ("method", f"{profile.method}, {profile.steps:,} samples, seed {profile.seed}"),
+        ("method", f"{profile.method}, {profile.steps:,} steps, seed {profile.seed}"),
         ("options", options),
         ("streaming heads keep", f"{profile.sinks} sinks + {profile.recent} recent rows"),
         ("heads", f"{len(profile.scores)} layers x {profile.kv_heads} KV heads"),

@@ -56,7 +56,7 @@ def save_picture(profile: HeadProfile, file_name: str | os.PathLike[str]) -> Non
     axes.set_yticks(range(0, heads, max(1, heads // 16)))
     axes.set_xlabel("layer")
     axes.set_ylabel("KV head")
-    axes.set_title(f"{profile.model_name}: {profile.method}, {profile.steps} samples", fontsize=9)
+    axes.set_title(f"{profile.model_name}: {profile.method}, {profile.steps} steps", fontsize=9)
     figure.colorbar(image, ax=axes, label="score")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ class ProfileSettings:
 
     Attributes:
         method: a key of `METHODS`.
-        steps: samples looked at; None is the method's own default.
+        steps: steps taken, each over one sample; None is the method's own default.
         texts: different samples, gone through in turn; None is a new one for each step. What
             reading them gives is held in memory, so later rounds cost a fraction ("optimise").
         length: tokens per sample, at most.

@@ -34,7 +34,7 @@ class HeadProfile:
         method: how the scores were found.
         options: that method's settings, by name.
         seed: the text was drawn with it.
-        steps: samples looked at.
+        steps: steps taken, each over one sample.
         model_name: what people call the model; not compared.
         versions: package -> version that made the profile; not compared.
 
