@@ -20,4 +20,6 @@ def random_sample(index: int) -> Sample:
 
 
 def tiny_settings(**options: Any) -> ProfileSettings:
-    return ProfileSettings(**{"sinks": 2, "recent": 5, "steps": 6, "lr": 0.1, **options})
+    return ProfileSettings(
+        **{"sinks": 2, "recent": 5, "steps": 6, "texts": 0, "lr": 0.1, **options}
+    )

@@ -286,7 +286,7 @@ def test_training_needs_the_last_hidden_states() -> None:
         ({"method": "guess"}, "unknown method; expected optimise, estimate, recall; got guess"),
         ({"streaming_from": "end"}, "unknown streaming_from"),
         ({"steps": 0}, "bad value for steps"),
-        ({"texts": 0}, "bad value for texts"),
+        ({"texts": -1}, "bad value for texts"),
         ({"length": 3}, "bad value for length"),
         ({"recent": 0}, "bad value for recent"),
         ({"sinks": -1}, "bad value for sinks"),

@@ -72,13 +72,13 @@ def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
         help=f"{methods} (default: {plain.method})",
     )
     parser.add_argument("--steps", type=int, help=f"steps, one sample each (default: {steps})")
-    parser.add_argument(
-        "--texts",
-        type=int,
-        help="different samples to go through in turn, held in memory: later rounds cost a fraction"
-        " (optimise; default: a new one for each step)",
-    )
     for name, kind, text in (
+        (
+            "texts",
+            int,
+            "different samples, gone through in turn and held in memory; 0: a new one for each"
+            " step, which costs several times as much (optimise)",
+        ),
         ("length", int, "tokens per sample, at most"),
         ("passkeys", int, "passkeys per sample"),
         ("words", int, "words per passkey"),

@@ -105,7 +105,7 @@ class GateTraining:
 
     def _loss(self, index: int) -> GateLoss:
         texts = self._settings.texts
-        if texts is None:
+        if texts == 0:
             return GateLoss(self._model, self._shape, self._samples(index), self._settings)
         text = index % texts
         if text not in self._read:
