@@ -21,6 +21,7 @@ from kvkeep.allocation import (
     get_allocation,
     grouped_counts,
     pyramid_kvpress_budgets,
+    scaled,
 )
 from kvkeep.allocation.cake import CakeLayers
 from kvkeep.errors import BudgetError, ConfigError
@@ -212,6 +213,23 @@ def test_heads_compete_over_the_model_as_in_kvzip(layerwise: bool) -> None:
                 np.testing.assert_array_equal(chosen[head], theirs[theirs >= 0])
                 compared += 1
     assert compared >= 18
+
+
+@given(st.integers(0, 99), st.floats(0.01, 100), st.floats(-5, 5))
+def test_scaled_heads_compete_by_their_shares(seed: int, factor: float, shift: float) -> None:
+    """A head's scale and level do not count, so signed scores compete as well."""
+    layer = scored(np.random.default_rng(seed), 3, 30, 4)
+    moved = Scored((layer.scores[0] * factor + shift, *layer.scores[1:]), layer.forced)
+    plain, other = scaled(layer, "sum"), scaled(moved, "sum")
+    for mine, theirs, mask in zip(plain.scores, other.scores, layer.forced, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+        assert mine[~mask].min() == 0
+        np.testing.assert_allclose(mine[~mask].sum(), 1)
+    assert scaled(layer, "none") is layer
+    flat = Scored((np.full(5, 3.0),), (np.zeros(5, np.bool_),))
+    assert scaled(flat, "sum").scores[0].tolist() == [0.0] * 5
+    ends = Scored((np.ones(3),), (np.ones(3, np.bool_),))
+    assert scaled(ends, "sum").scores[0].tolist() == [1.0] * 3
 
 
 def test_too_little_for_what_is_forced_is_refused() -> None:

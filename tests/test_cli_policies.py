@@ -70,17 +70,18 @@ def test_every_allocation_is_listed_with_what_it_is(
         assert rule.source in row
         assert ("heads of a layer differ" in row) == rule.by_head
         assert row.startswith(f"{name} *") == (name == RECOMMENDED.allocation)
-    assert "alpha=0.2" in rows["adaptive"]
+    assert "alpha=0.5, head_scale=sum" in rows["adaptive"]
     assert "profile" not in rows["duo"].replace("head profile", "")
 
 
 @pytest.mark.parametrize("name", sorted({*ALLOCATIONS} - {"duo"}))
 def test_every_allocation_option_is_a_flag(name: str) -> None:
     values = {"alpha": "0.35", "beta": "7", "tau1": "1.5", "tau2": "0.5"}
+    values["head_scale"] = "sum" if name == "global" else "none"
     fields = [field.name for field in dataclasses.fields(ALLOCATIONS[name])]
     argv = ["generate", "--kv-allocation", name, "--kv-max-groups", "3"]
     for field in fields:
-        argv += [f"--kv-{field}", values[field]]
+        argv += [f"--kv-{field.replace('_', '-')}", values[field]]
     config = eviction_config(build_parser().parse_args(argv))
     assert isinstance(config, EvictionConfig)
     assert config.max_groups == 3
@@ -128,6 +129,7 @@ def test_help_names_every_policy(name: str, capsys: pytest.CaptureFixture[str]) 
 def test_every_option_is_a_flag(name: str) -> None:
     """What the table shows can be set on the command line."""
     values = {
+        "group": "max",
         "window": "9", "pool_kernel": "3", "pooling": "max", "chunk_size": "7", "lag": "33",
         "cross": "true", "gamma": "2.5", "mix": "0.5", "seed": "11", "sink_tokens": "6",
         "n_future": "77", "covariance": "false", "value_norm": "false", "epsilon": "0.25",

@@ -199,7 +199,8 @@ def prefill_and_compact(
 
     Raises:
         ConfigError, HeadProfileError, UnsupportedModelError: before anything was computed,
-            where that can be known; whatever is raised, the layers of `cache` hold what they held before.
+            where that can be known; whatever is raised, the layers of `cache` hold what they
+            held before.
     """
     policy, allocation = policy_of(config), allocation_of(config)
     require_compatible(config, policy, allocation)

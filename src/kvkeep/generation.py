@@ -14,6 +14,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from kvkeep.allocation import allocation_of
 from kvkeep.attention import ProgressCallback, RepeatPrompt
 from kvkeep.compaction import checked_prompt, prefill_and_compact
 from kvkeep.errors import ConfigError
@@ -145,8 +146,16 @@ def refuse_unevictable(config: EvictionConfig, options: Mapping[str, Any]) -> No
     """Refuse options of mlx-lm's `generate_step` that eviction cannot be combined with.
 
     Raises:
-        ConfigError: `max_kv_size` or `input_embeddings` is set.
+        ConfigError: `max_kv_size` or `input_embeddings` is set, or `kv_bits` with heads that
+            keep unequal rows.
     """
+    uneven = config.store in ("ragged", "union") or allocation_of(config).by_head
+    if options.get("kv_bits") is not None and uneven:
+        raise ConfigError(
+            "heads that keep unequal rows cannot be quantised",
+            expected="store 'shared' or 'per-head' with kv_bits, or no kv_bits",
+            received=f"store {config.store!r}, allocation {config.allocation!r}",
+        )
     if options.get("max_kv_size") is not None:
         raise ConfigError(
             "max_kv_size and eviction exclude each other",

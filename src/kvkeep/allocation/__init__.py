@@ -1,6 +1,6 @@
 """How many rows each layer and head gets: one file per rule, pure."""
 
-from kvkeep.allocation.adaptive import Adaptive, Global, competing_counts
+from kvkeep.allocation.adaptive import Adaptive, Global, competing_counts, scaled
 from kvkeep.allocation.apportion import apportion
 from kvkeep.allocation.base import Allocation, Demand, Scored
 from kvkeep.allocation.duo import Duo
@@ -23,4 +23,5 @@ __all__ = [
     "grouped_counts",
     "pyramid_budgets",
     "pyramid_kvpress_budgets",
+    "scaled",
 ]

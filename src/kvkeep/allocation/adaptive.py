@@ -17,19 +17,24 @@ class Adaptive(Allocation):
     """Each head gets `alpha` of its even part; the layer's highest scores get the rest.
 
     The guaranteed rows are the head's forced ones and then its best, as many as
-    alpha * keep. The layer's total stays keep * H_kv.
+    alpha * keep. The layer's total stays keep * H_kv. Before they compete, a head's scores
+    are taken from its lowest one and divided by their sum over the rows that are not forced:
+    heads of equal attention outside the ends then stand alike.
 
     Source: Feng et al., "Ada-KV", arXiv:2407.11550, algorithm 1; kvpress 0.5.5
-    adakv_press.py (alpha 0.2, the default here too; the paper's code has 0.5).
+    adakv_press.py. Both compare raw scores, which head_scale "none" does too; alpha is 0.2 in
+    kvpress and 0.5 in the paper's code, the default here.
 
     Attributes:
         alpha: share of the even part that every head gets.
+        head_scale: "sum", or "none" for raw scores.
 
     Raises:
         ConfigError: `alpha` is not between 0 and 1.
     """
 
-    alpha: float = 0.2
+    alpha: float = 0.5
+    head_scale: str = "sum"
 
     name: ClassVar[str] = "adaptive"
     sight: ClassVar[Sight] = "layer"
@@ -40,7 +45,9 @@ class Adaptive(Allocation):
     def counts(self, demand: Demand) -> list[np.ndarray]:
         """[H_kv] counts per layer; each layer's sum is keep * H_kv."""
         return [
-            competing_counts(layer, demand.keep * heads, self.alpha * demand.keep)
+            competing_counts(
+                scaled(layer, self.head_scale), demand.keep * heads, self.alpha * demand.keep
+            )
             for layer, heads in zip(_scored(demand, self.name), demand.heads, strict=True)
         ]
 
@@ -49,18 +56,20 @@ class Adaptive(Allocation):
 class Global(Allocation):
     """As `adaptive`, over all heads of all layers together.
 
-    Scores must mean the same in every layer and head: KVzip's do, raw attention hardly.
+    Raw scores must mean the same in every layer and head: KVzip's do, attention hardly.
     Source: Kim et al., "KVzip", arXiv:2505.23416, section 3.3 (non-uniform head budgets);
     kvpress 0.5.5 kvzip_press.py (alpha 0, sinks aside; the default here keeps a tenth).
 
     Attributes:
         alpha: share of the even part that every head gets.
+        head_scale: "none" for raw scores, or "sum" as in `adaptive`.
 
     Raises:
         ConfigError: `alpha` is not between 0 and 1.
     """
 
     alpha: float = 0.1
+    head_scale: str = "none"
 
     name: ClassVar[str] = "global"
     sight: ClassVar[Sight] = "model"
@@ -70,13 +79,33 @@ class Global(Allocation):
 
     def counts(self, demand: Demand) -> list[np.ndarray]:
         """[H_kv] counts per layer; the sum over the model is keep times all heads."""
-        layers = _scored(demand, self.name)
+        layers = [scaled(layer, self.head_scale) for layer in _scored(demand, self.name)]
         everyone = Scored(
             tuple(scores for layer in layers for scores in layer.scores),
             tuple(forced for layer in layers for forced in layer.forced),
         )
         flat = competing_counts(everyone, demand.total, self.alpha * demand.keep)
         return np.split(flat, np.cumsum([len(layer.scores) for layer in layers])[:-1])
+
+
+def scaled(scored: Scored, how: str) -> Scored:
+    """Scores whose free rows sum to 1 in each head, counted from the lowest of them.
+
+    Args:
+        how: "sum", or "none" for the scores as they are.
+    """
+    if how == "none":
+        return scored
+    shares = map(_share, scored.scores, scored.forced)
+    return Scored(tuple(shares), scored.forced)
+
+
+def _share(scores: np.ndarray, forced: np.ndarray) -> np.ndarray:
+    free = scores[~forced].astype(np.float64)
+    if not len(free):
+        return scores
+    total = (free - free.min()).sum()
+    return (scores - free.min()) / total if total > 0 else np.zeros(len(scores))
 
 
 def competing_counts(scored: Scored, total: int, guaranteed: float) -> np.ndarray:

@@ -28,7 +28,7 @@ ALLOCATIONS: dict[str, type[Allocation]] = {cls.name: cls for cls in _CLASSES}
 
 # Settings of an EvictionConfig that are options of some allocations: None leaves the default,
 # and an allocation without the option refuses what is set.
-_OPTIONS = ("alpha", "beta", "tau1", "tau2", "retrieval_share")
+_OPTIONS = ("alpha", "head_scale", "beta", "tau1", "tau2", "retrieval_share")
 
 
 def get_allocation(name: str, **options: Any) -> Allocation:

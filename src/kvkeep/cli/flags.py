@@ -11,7 +11,7 @@ from kvkeep.choosing import require_compatible
 from kvkeep.errors import ConfigError
 from kvkeep.generation import RECOMMENDED
 from kvkeep.policies import POLICIES, policy_of
-from kvkeep.spec import POOLINGS, STORES, EvictionConfig
+from kvkeep.spec import GROUPINGS, HEAD_SCALES, POOLINGS, STORES, EvictionConfig
 
 EVICTION_OFF = "none"
 
@@ -41,12 +41,14 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], object], str], ...] = (
     ("store", "store", str, "how kept rows are stored; auto is what the policy scores"),
     ("pooling", "pooling", str, "how scores are pooled over neighbouring tokens"),
     ("pool-kernel", "pool_kernel", int, "odd width of that pooling, in tokens"),
+    ("group", "group", str, "how the query heads that share a KV head are put together"),
     ("chunk-size", "chunk_size", int, "how many neighbouring tokens are scored as one"),
     ("lag", "lag", int, "how many tokens a partition of lagkv has"),
     ("cross", "cross", true_or_false, "whether lagkv compares values across partitions"),
     ("gamma", "gamma", float, "what cake multiplies the variance of attention by"),
     ("mix", "mix", float, "share of attention in rkv's score, between 0 and 1"),
     ("alpha", "alpha", float, "share of a head's even part that adaptive and global guarantee it"),
+    ("head-scale", "head_scale", str, "what heads' scores are divided by before they compete"),
     ("beta", "beta", int, "how steep the pyramid is"),
     ("tau1", "tau1", float, "how little entropy counts in allocation cake"),
     ("tau2", "tau2", float, "how little variance counts in allocation cake"),
@@ -66,7 +68,13 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], object], str], ...] = (
         'positions that are never evicted, as start:stop ranges ("0:512,900:910")',
     ),
 )
-_NAMES = {"allocation": sorted(ALLOCATIONS), "store": list(STORES), "pooling": list(POOLINGS)}
+_NAMES = {
+    "allocation": sorted(ALLOCATIONS),
+    "store": list(STORES),
+    "pooling": list(POOLINGS),
+    "group": list(GROUPINGS),
+    "head_scale": list(HEAD_SCALES),
+}
 _METAVARS = {
     "budget": "BUDGET",
     "protect": "RANGES",
@@ -75,13 +83,13 @@ _METAVARS = {
     **dict.fromkeys(_NAMES, "NAME"),
 }
 _POLICYS_OWN = (
-    "window", "pooling", "pool_kernel", "chunk_size", "lag", "cross", "gamma", "mix",
+    "window", "pooling", "pool_kernel", "group", "chunk_size", "lag", "cross", "gamma", "mix",
     "n_future", "covariance", "value_norm", "epsilon", "stage_share",
 )  # fmt: skip
 _UNSET = {
     **dict.fromkeys(_POLICYS_OWN, "the policy's own"),
     "recent_tokens": "what the policy counts inside the budget",
-    **dict.fromkeys(("alpha", "beta", "tau1", "tau2"), "the allocation's own"),
+    **dict.fromkeys(("alpha", "head_scale", "beta", "tau1", "tau2"), "the allocation's own"),
     "head_profile": "none",
     "retrieval_share": "as many heads as fit with all their rows",
     "protect": "none",

@@ -55,6 +55,7 @@ POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 # Settings of an EvictionConfig that are options of some policies: None leaves the policy's
 # default, and a policy without the option refuses what is set.
 _OPTIONS = (
+    "group",
     "window",
     "pool_kernel",
     "pooling",

@@ -19,7 +19,7 @@ class SnapKV(WindowPolicy):
 
     The softmax runs over all T keys; the window's own columns are then cut off and rank
     above everything (max over the layer + 1), so the window counts inside the budget.
-    Pooling comes before the group mean: max pooling and the mean do not commute.
+    Pooling comes before the group mean (or maximum): they do not commute in general.
 
     Source: Li et al., "SnapKV", arXiv:2404.14469, section 4; kvpress 0.5.5
     snapkv_press.py, which window 64 and kernel 5 reproduce. The defaults here differ
@@ -30,6 +30,7 @@ class SnapKV(WindowPolicy):
         window: W, the last prompt queries that score.
         pool_kernel: odd width of the pooling, in positions.
         pooling: "avg" (zero padding, constant divisor), "max" or "none".
+        group: "mean" or "max" over the query heads of a KV head.
 
     Raises:
         ConfigError: an option is out of range.
@@ -38,6 +39,7 @@ class SnapKV(WindowPolicy):
     window: int = 8
     pool_kernel: int = 31
     pooling: str = "avg"
+    group: str = "mean"
 
     name: ClassVar[str] = "snapkv"
     needs: ClassVar[frozenset[Need]] = frozenset({"queries", "keys"})
@@ -55,4 +57,5 @@ class SnapKV(WindowPolicy):
         def mean(first: int, stop: int) -> mx.array:
             return mass[first:stop, : length - width] / width
 
-        return grouped(mean, len(mass), kv_heads, length, width, self.pool_kernel, self.pooling)
+        pool = self.pool_kernel, self.pooling, self.group
+        return grouped(mean, len(mass), kv_heads, length, width, *pool)

@@ -2,7 +2,14 @@
 
 from kvkeep.spec.budget import Budget
 from kvkeep.spec.checks import checked_count
-from kvkeep.spec.config import POOLINGS, STORES, EvictionConfig, parse_ranges
+from kvkeep.spec.config import (
+    GROUPINGS,
+    HEAD_SCALES,
+    POOLINGS,
+    STORES,
+    EvictionConfig,
+    parse_ranges,
+)
 from kvkeep.spec.head_profile import HeadProfile, load_head_profile
 from kvkeep.spec.results import (
     CompactionTimes,
@@ -19,6 +26,8 @@ from kvkeep.spec.view import (
 )
 
 __all__ = [
+    "GROUPINGS",
+    "HEAD_SCALES",
     "POOLINGS",
     "STORES",
     "Budget",

@@ -15,6 +15,8 @@ from kvkeep.spec.budget import Budget
 
 STORES = ("auto", "shared", "per-head", "ragged", "union")
 POOLINGS = ("avg", "max", "none")
+GROUPINGS = ("mean", "max")
+HEAD_SCALES = ("sum", "none")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class EvictionConfig:
             head keeps, under a mask), or "auto": what the policy and the allocation choose.
         alpha: share of a head's even part that it gets whatever its scores (adaptive
             allocations); None is the allocation's default.
+        head_scale: "sum" or "none": how heads' scores are made comparable (adaptive
+            allocations); None is the allocation's default.
         beta: how steep the pyramid is; None is the allocation's default.
         tau1, tau2: how little entropy and variance count (allocation "cake"); None is its
             default.
@@ -41,6 +45,7 @@ class EvictionConfig:
         window: W, the last prompt queries that score; None is the policy's default.
         pool_kernel: odd width of the score pooling in positions; None is the policy's default.
         pooling: "avg", "max" or "none"; None is the policy's default.
+        group: "mean" or "max" over the query heads of a KV head; None is the policy's default.
         chunk_size: positions that are scored together: that stay or go as one (ChunkKV), that
             attend to each other (non-causal attention), that are read again at once (KVzip);
             None is the policy's default.
@@ -75,6 +80,7 @@ class EvictionConfig:
     window: int | None = None
     pool_kernel: int | None = None
     pooling: str | None = None
+    group: str | None = None
     chunk_size: int | None = None
     lag: int | None = None
     cross: bool | None = None
@@ -86,6 +92,7 @@ class EvictionConfig:
     epsilon: float | None = None
     stage_share: float | None = None
     alpha: float | None = None
+    head_scale: str | None = None
     beta: int | None = None
     tau1: float | None = None
     tau2: float | None = None
@@ -114,6 +121,9 @@ class EvictionConfig:
         if self.pooling is not None:
             known = self.pooling in POOLINGS
             _require(known, "pooling", f"one of {', '.join(POOLINGS)}", self.pooling)
+        for name, known in (("group", GROUPINGS), ("head_scale", HEAD_SCALES)):
+            value = getattr(self, name)
+            _require(value is None or value in known, name, f"one of {', '.join(known)}", value)
         _require_int("chunk_size", self.chunk_size, 1, optional=True)
         _require_int("lag", self.lag, 1, optional=True)
         for name in ("cross", "covariance", "value_norm"):
