@@ -48,6 +48,17 @@ def masked_attention(
     return out
 
 
+def causal_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Float64 causal attention [H_q, n, T]: the queries are those of the last n positions."""
+    queries, keys = queries.astype(np.float64), keys.astype(np.float64)
+    keys = np.repeat(keys, len(queries) // len(keys), axis=0)
+    logits = queries @ keys.swapaxes(1, 2) / np.sqrt(queries.shape[-1])
+    count, length = logits.shape[1:]
+    logits[:, np.triu(np.ones((count, length), bool), length - count + 1)] = -np.inf
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
 def evicted_mask(
     length: int, kept: Sequence[Sequence[int]], evicted_at: int, until: int | None = None
 ) -> np.ndarray:

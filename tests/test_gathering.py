@@ -20,7 +20,7 @@ from kvkeep.errors import UnsupportedModelError
 from kvkeep.policies import Chunk, Policy
 from kvkeep.policies.observed_attention import ObservedAttention
 from kvkeep.views import layer_view
-from oracles import logits_of, prefilled, rotated
+from oracles import causal_weights, logits_of, prefilled, rotated
 from tiny_models import random_tokens, tiny_bare_model, tiny_llama
 
 TOKENS = random_tokens(90)
@@ -48,23 +48,12 @@ def scores_of(policy: Policy, cache: list[Any], seen: Observation, keep: int = 3
     return np.stack(rows)
 
 
-def weights_of(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Float64 causal attention [H_q, n, T]: the queries are those of the last n positions."""
-    queries, keys = queries.astype(np.float64), keys.astype(np.float64)
-    keys = np.repeat(keys, len(queries) // len(keys), axis=0)
-    logits = queries @ keys.swapaxes(1, 2) / np.sqrt(queries.shape[-1])
-    count, length = logits.shape[1:]
-    logits[:, np.triu(np.ones((count, length), bool), length - count + 1)] = -np.inf
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
-
-
 def group_mean(rows: np.ndarray) -> np.ndarray:
     return rows.reshape(2, -1, *rows.shape[1:]).mean(axis=1)
 
 
 def observed(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    weights = weights_of(queries, keys)
+    weights = causal_weights(queries, keys)
     return group_mean(weights.sum(axis=1) / np.count_nonzero(weights, axis=1).clip(1))
 
 

@@ -23,8 +23,7 @@ from kvkeep.caches import row_groups
 from kvkeep.compaction import prefill_and_compact
 from kvkeep.errors import CacheError, ConfigError
 from kvkeep.views import layer_view
-from oracles import logits_of, prefilled
-from test_gathering import weights_of
+from oracles import causal_weights, logits_of, prefilled
 from tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 
 TOKENS = random_tokens(90)
@@ -61,7 +60,9 @@ def test_scores_are_the_definition(size: int, step: int) -> None:
         for layer, (queries, keys) in enumerate(attention_inputs(model, TOKENS + ids)):
             sinks = min(4, start)
             chosen = [*range(sinks), *range(start, stop), *range(90, 90 + len(ids))]
-            weights = weights_of(queries[:, 90:], keys[:, chosen])[..., sinks:][..., : stop - start]
+            weights = causal_weights(queries[:, 90:], keys[:, chosen])[..., sinks:][
+                ..., : stop - start
+            ]
             right[layer, :, start:stop] = weights.reshape(2, -1, stop - start).max(axis=1)
     for layer in range(2):
         scores = scored(cache, seen, layer)
