@@ -14,6 +14,7 @@ from kvkeep import (
     Conversation,
     EvictionConfig,
     compact_prompt_cache,
+    compare,
     generate,
     get_policy,
     stream_generate,
@@ -151,6 +152,13 @@ def test_generation_passes_the_tokenizers_instructions(monkeypatch: pytest.Monke
     assert fed[2] == [*later, *TOKENS[42:50], *TOKENS[50:89]]
     assert fed[3] == TOKENS[-1:]
     assert len(generate(model, tokenizer, TOKENS, config=config, max_tokens=3)) == 3
+
+
+def test_a_comparison_passes_them_too_and_its_exact_side_is_exact() -> None:
+    model, tokenizer = tiny_llama(), tiny_tokenizer()
+    both = compare(model, tokenizer, TOKENS, config=CONFIG, max_tokens=5)
+    assert both.exact.text == generate(model, tokenizer, TOKENS, config=None, max_tokens=5)
+    assert both.evicted.text == generate(model, tokenizer, TOKENS, config=CONFIG, max_tokens=5)
 
 
 def test_a_conversation_refuses_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

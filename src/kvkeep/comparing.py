@@ -25,6 +25,7 @@ from kvkeep.generation import (
     RECOMMENDED,
     encode_prompt,
     refuse_unevictable,
+    repeat_prompt,
     stream_generate,
     with_prefix,
 )
@@ -136,6 +137,7 @@ def compare(
             step=prefill_step_size,
             progress=prompt_progress_callback,
             keep_exact=True,
+            repeat_prompt=repeat_prompt(wrapped, config),
         )
     # Layers that were not evicted are the exact cache's own: each side steps its own copy.
     kept = [
