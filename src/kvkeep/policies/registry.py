@@ -26,12 +26,14 @@ from kvkeep.policies.rkv import RKV
 from kvkeep.policies.sink_recent import SinkRecent
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.snapkv_d import SnapKVD
+from kvkeep.policies.span import Span
 from kvkeep.policies.tova import Tova
 from kvkeep.spec import EvictionConfig
 
 _CLASSES: tuple[type[Policy], ...] = (
     SnapKVD,
     SnapKV,
+    Span,
     ChunkKV,
     Cake,
     CriticalKV,
