@@ -124,12 +124,27 @@ def test_a_selection_of_a_layer_that_is_not_there(layer: int) -> None:
     )
 
 
-@pytest.mark.parametrize("heads", [3, 1, 4])
+@pytest.mark.parametrize("heads", [3, 4])
 def test_a_selection_that_does_not_fit_the_heads(heads: int) -> None:
-    kept = tuple(np.arange(5 + (heads == 1) * head) for head in range(max(heads, 2)))
-    chosen = Selection(40, {0: LayerSelection(kept)})
-    what = "unequal numbers of rows" if heads == 1 else "does not fit the layer"
-    expect_refused(exact_cache(), lambda cache: evict_selection(cache, chosen), CacheError, what)
+    chosen = Selection(40, {0: LayerSelection((np.arange(5),) * heads)})
+    expect_refused(
+        exact_cache(),
+        lambda cache: evict_selection(cache, chosen),
+        CacheError,
+        "does not fit the layer",
+    )
+
+
+@pytest.mark.parametrize("store", ["shared", "per-head"])
+def test_unequal_heads_in_a_store_of_equal_ones(store: str) -> None:
+    chosen = Selection(40, {0: LayerSelection((np.arange(5), np.arange(6)))})
+    expect_refused(
+        exact_cache(),
+        lambda cache: evict_selection(cache, chosen, store),
+        CacheError,
+        "unequal numbers of rows",
+        "ragged",
+    )
 
 
 @pytest.mark.parametrize("offset", [39, 41, 0])

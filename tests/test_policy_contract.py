@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,90 +21,17 @@ from kvkeep import (
     evict_selection,
     get_policy,
 )
-from kvkeep.attention import Rotary
 from kvkeep.compaction import prefill_and_compact
 from kvkeep.errors import CacheError
-from kvkeep.policies import POLICIES, Chunk, Replayed, policy_of
+from kvkeep.policies import POLICIES, policy_of
 from kvkeep.policies.base import Need
 from kvkeep.selection import select_rows
 from oracles import evicted_mask, greedy, logits_of, numpy_llama, prefilled, raw
+from policy_views import rope_of, view_of
 from tiny_models import random_tokens, tiny_llama
 
 EVERY = pytest.mark.parametrize("name", POLICIES)
 TOKENS, NEXT = random_tokens(90), [7, 11, 3]
-
-
-def view_of(
-    policy: Any,
-    length: int,
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    dim: int = 8,
-    seed: int = 0,
-    dtype: mx.Dtype = mx.float32,
-) -> LayerView:
-    """Random rows, as many queries as the policy observes, and what else it needs."""
-    random = np.random.default_rng(seed)
-    rows = [
-        mx.array(random.normal(size=(kv_heads, length, d)).astype(np.float32)).astype(dtype)
-        for d in (dim, dim + 2)  # values may be of another size
-    ]
-    window = min(policy.observation_window, length)
-    queries = None
-    if window:
-        queries = mx.array(2 * random.normal(size=(heads, window, dim)).astype(np.float32))
-        queries = queries.astype(dtype)
-    weights = mx.array(random.normal(size=(heads, dim + 2, 5)).astype(np.float32))
-    view = LayerView(
-        rows[0],
-        rows[1],
-        queries,
-        dim**-0.5,
-        layer=1,
-        n_layers=3,
-        keep=max(length // 3, 1),
-        rope=rope_of(dim) if "rope" in policy.needs else None,
-        output_weights=(lambda head: weights[head]) if "output_weights" in policy.needs else None,
-    )
-    fed = mx.array(2 * random.normal(size=(heads, length, dim)).astype(np.float32)).astype(dtype)
-    return replace(view, seen=gathered(policy, view, fed))
-
-
-def rope_of(dim: int) -> Rotary:
-    """A rotation of as many channels as make pairs."""
-
-    def refuse(reason: str) -> NoReturn:
-        raise AssertionError(reason)
-
-    module = nn.RoPE(dim // 2 * 2) if dim > 1 else lambda x, offset: x
-    return Rotary(module, refuse)
-
-
-def gathered(policy: Any, view: LayerView, queries: mx.array) -> Any:
-    """What the policy's accumulator makes of queries [H_q, T, D] and the view's rows."""
-    accumulator = policy.accumulator()
-    assert (accumulator is not None) == bool(policy.needs & {"attention", "replay"})
-    if accumulator is None:
-        return {}
-    length, replayed = queries.shape[1], "replay" in policy.needs
-    for start in range(0, length, 100):
-        stop = min(start + 100, length)
-        keys, values = view.keys[:, :stop], view.values[:, :stop]
-        if replayed:  # the rows stand for those of a prompt and for those of its repetition
-            keys = mx.concatenate([view.keys, keys], axis=1)
-            values = mx.concatenate([view.values, values], axis=1)
-        chunk = Chunk(
-            queries[:, start:stop],
-            keys,
-            values,
-            view.scale,
-            start + length * replayed,
-            rope=view.rope,
-            replayed=Replayed(length, 0, length) if replayed else None,
-        )
-        accumulator.add(chunk)
-    return accumulator.finish()
 
 
 def scored(policy: Any, view: LayerView) -> np.ndarray:

@@ -171,12 +171,22 @@ def test_one_set_of_rows_for_all_is_refused_where_rows_differ_already(
     expect_refused(no_forward, cache, config_of(**second), CacheError, text)
 
 
-def test_heads_left_uneven_by_a_trim_are_refused() -> None:
-    cache = compacted(tiny_llama(), config_of())
+@pytest.mark.parametrize("store", ["auto", "ragged", "union"])
+def test_heads_left_uneven_by_a_trim_are_compacted_again(store: str) -> None:
+    model = tiny_llama()
+    cache = compacted(model, config_of())
     for layer in cache:
         layer.trim(20)
     assert not cache[0]._ledger.even
-    expect_refused(no_forward, cache, config_of(budget=8), CacheError, "unequal numbers of rows")
+    held = [[{*head} for head in layer.head_positions] for layer in cache]
+    offset = cache[0].offset
+    result = prefill_and_compact(model, SECOND, cache, config_of(budget=8, store=store))
+    assert result.true_offset == offset + len(SECOND)
+    for layer, before in zip(result.cache, held, strict=True):
+        heads = layer.head_positions  # one entry where all heads hold the same
+        for head, had in zip(heads * (len(before) // len(heads)), before, strict=True):
+            assert len(head) == 8
+            assert {*head} <= had | {*range(offset, offset + len(SECOND))}
 
 
 @pytest.mark.parametrize(

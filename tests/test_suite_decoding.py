@@ -155,7 +155,7 @@ def test_a_mask_that_says_more_than_causal_is_refused(
         return cache.make_mask(h.shape[1], return_array=True).astype(mx.float32)
 
     monkeypatch.setattr(llama, "create_attention_mask", mask)
-    with pytest.raises(UnsupportedModelError, match="no plain causal one; expected a mask over"):
+    with pytest.raises(UnsupportedModelError, match="no plain causal one; expected a mask for"):
         logits_of(model, cache, WINDOW)
 
 

@@ -76,7 +76,6 @@ def uneven_offsets() -> list[Any]:
         (["ab", "c"], SelectionError, ("unreadable positions",)),
         ([{0: 1}, {1: 1}], SelectionError, ("unreadable positions",)),
         ([[[[0], [1, 2]]], [[0]]], SelectionError, ("unreadable positions",)),
-        ([[[0, 1], [2]], [0]], CacheError, ("unequal numbers of rows", "(2, 1)")),
         ([[[0], [1], [2]], [0]], CacheError, ("does not fit the layer", "2 (KV heads)", "3")),
     ],
 )

@@ -6,12 +6,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import kvkeep.policies.criticalkv as criticalkv_module
 import kvkeep.policies.grouping as grouping_module
 import kvkeep.policies.lagkv as lagkv_module
 import kvkeep.policies.pieces as pieces_module
 import kvkeep.policies.window as window_module
 from kvkeep import LayerView, get_policy
-from kvkeep.policies import POLICIES, Policy, window_attention, window_mass
+from kvkeep.policies import POLICIES, Chunk, Policy, Replayed, window_attention, window_mass
+from policy_views import rope_of
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
@@ -138,8 +140,19 @@ def scoring_peak(policy: Policy, length: int, dtype: mx.Dtype) -> int:
     keys = mx.broadcast_to(random((8, 1, 128), dtype), (8, length, 128)) * 1
     window = policy.observation_window
     queries = random((32, window, 128), dtype, 1) if window else None
-    view = LayerView(keys, keys, queries, 128**-0.5, layer=0, n_layers=1)
-    mx.eval(keys, [] if queries is None else queries)
+    weights = random((128, 256), dtype, 2)
+    view = LayerView(
+        keys,
+        keys,
+        queries,
+        128**-0.5,
+        layer=0,
+        n_layers=1,
+        keep=length // 4,
+        rope=rope_of(128),
+        output_weights=lambda head: weights,
+    )
+    mx.eval(keys, weights, [] if queries is None else queries)
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -148,14 +161,36 @@ def scoring_peak(policy: Policy, length: int, dtype: mx.Dtype) -> int:
 
 
 MB = 2**20
+PIECEWISE = (window_module, grouping_module, pieces_module, lagkv_module, criticalkv_module)
 
 
 # Arrays [32, T] float32 that a policy may hold beside its pieces: CAKE has two moments, each
 # as a sum and as the part that is added to it.
-HELD = {"cake": 4}
+HELD = {"cake": 4, "span": 4}
+ACCUMULATING = sorted(n for n in POLICIES if get_policy(n).needs & {"attention", "replay"})
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ACCUMULATING)
+def test_accumulating_memory_is_bounded(name: str) -> None:
+    """A chunk of 64 queries over many keys: the weights of all of them would take 256 MB."""
+    keys = random((8, 32_768, 64), mx.float16)
+    policy = get_policy(name)
+    accumulator = policy.accumulator()
+    assert accumulator is not None
+    queries = random((32, 64, 64), mx.float16, 1)
+    mx.eval(keys, queries)
+    end = keys.shape[1]
+    replayed = Replayed(end - 64, 0, end - 64) if "replay" in policy.needs else None
+    chunk = Chunk(queries, keys, keys, 0.125, end - 64, rope=rope_of(64), replayed=replayed)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    accumulator.add(chunk)
+    mx.eval(list(accumulator.finish().values()))
+    assert mx.get_peak_memory() - before <= 80 * MB
+
+
+@pytest.mark.parametrize("name", sorted({*POLICIES} - {*ACCUMULATING}))
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 def test_scoring_memory_is_bounded(
     name: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
@@ -163,7 +198,7 @@ def test_scoring_memory_is_bounded(
     """The bound of the slow test below with everything, pieces as well, a quarter the size."""
     length = 32_768
     quarter = window_module.PIECE_BYTES // 4
-    for module in (window_module, grouping_module, pieces_module, lagkv_module):
+    for module in PIECEWISE:
         monkeypatch.setattr(module, "PIECE_BYTES", quarter)
     policy = get_policy(name)
     if policy.observation_window > 8:

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvkeep.attention import install, model_name
 from kvkeep.caches import is_plain
-from kvkeep.errors import HeadProfileError
+from kvkeep.errors import HeadProfileError, UnsupportedModelError
 from kvkeep.heads.layers import GatedLayer, OnePassLayer, Streaming, require_called_once
 
 Rows = tuple[mx.array, mx.array]
@@ -111,7 +111,14 @@ def require_reproducible(model: Any, shape: HeadShape, tokens: Sequence[int]) ->
     cache, made = Prefilled(model, model, shape, ()).light(
         lambda index, rows: GatedLayer(gates, Streaming(0, 1), rows)
     )
-    light = model(inputs, cache=cache)[0, -1]
+    try:
+        light = model(inputs, cache=cache)[0, -1]
+    except UnsupportedModelError as refusal:  # by the seam: the mask carries scores
+        raise HeadProfileError(
+            f"the heads of model {name!r} cannot be profiled",
+            expected="plain causal attention in the layers that hold a KVCache",
+            received=str(refusal),
+        ) from refusal
     require_called_once(made, name)
     stock = model(inputs, cache=make_prompt_cache(model))[0, -1]
     share = 1e-3 if stock.dtype == mx.float32 else 5e-2
