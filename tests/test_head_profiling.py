@@ -26,6 +26,7 @@ from kvkeep.heads import (
 from kvkeep.heads import profiling as profiling_module
 from kvkeep.spec import HeadProfile, load_head_profile
 from tiny_models import (
+    VOCAB,
     BareAttentionLayer,
     nudged,
     tiny_bare_model,
@@ -285,6 +286,7 @@ def test_training_needs_the_last_hidden_states() -> None:
     [
         ({"method": "guess"}, "unknown method; expected optimise, estimate, recall; got guess"),
         ({"streaming_from": "end"}, "unknown streaming_from"),
+        ({"kind": "poems"}, "unknown kind; expected both, words, numbers; got poems"),
         ({"steps": 0}, "bad value for steps"),
         ({"texts": -1}, "bad value for texts"),
         ({"length": 3}, "bad value for length"),
@@ -322,11 +324,16 @@ def test_scores_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "x.json").exists()
 
 
-def test_passkey_samples_mark_equal_tokens() -> None:
-    make = passkey_samples(tiny_tokenizer(), 900, passkeys=2, words=2, seed=3)
+@pytest.mark.parametrize("kind", ["words", "numbers"])
+def test_passkey_samples_mark_equal_tokens(kind: str) -> None:
+    make = passkey_samples(tiny_tokenizer(), 900, passkeys=2, words=6, seed=3, kind=kind)
     sample = make(0)
-    assert sample == passkey_samples(tiny_tokenizer(), 900, passkeys=2, words=2, seed=3)(0)
+    again = passkey_samples(tiny_tokenizer(), 900, passkeys=2, words=6, seed=3, kind=kind)
+    assert sample == again(0)
     assert sample != make(1)
+    digits = {ord(digit) % VOCAB for digit in "0123456789"}
+    span = sample.tokens[slice(*sample.recalls[0].needle)]
+    assert (span[0] == ord(" ") % VOCAB) and (set(span[1:]) <= digits) == (kind == "numbers")
     assert len(sample.tokens) <= 900
     assert len(sample.recalls) == 2
     for recall in sample.recalls:
@@ -335,3 +342,12 @@ def test_passkey_samples_mark_equal_tokens() -> None:
         assert recall.needle[1] <= sample.recall_start < recall.answer[0]
     assert sample.labels[0] == sample.recalls[0].answer[0] - 1
     assert len(sample.labels) == sum(b - a for a, b in (r.answer for r in sample.recalls))
+
+
+def test_both_kinds_of_passkeys_come_in_turn() -> None:
+    words, numbers, both = (
+        passkey_samples(tiny_tokenizer(), 900, passkeys=2, words=3, seed=3, kind=kind)
+        for kind in ("words", "numbers", "both")
+    )
+    assert both(0) == words(0) != numbers(0)
+    assert both(1) == numbers(1) != words(1)

@@ -81,7 +81,7 @@ def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
         ),
         ("length", int, "tokens per sample, at most"),
         ("passkeys", int, "passkeys per sample"),
-        ("words", int, "words per passkey"),
+        ("words", int, "words or digits per passkey"),
         ("sinks", int, "rows at the start that a streaming head keeps"),
         ("recent", int, "latest rows that a streaming head keeps"),
         ("seed", int, "seed of the samples"),
@@ -92,6 +92,12 @@ def _add_profile_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name}", type=kind, default=default, help=f"{text} (default: {default})"
         )
+    parser.add_argument(
+        "--kind",
+        choices=heads.KINDS,
+        default=plain.kind,
+        help=f"what passkeys are made of (default: {plain.kind}, in turn)",
+    )
     parser.add_argument(
         "--streaming-from",
         choices=heads.STREAMING_FROM,

@@ -64,6 +64,7 @@ def profile_heads(
         settings.length,
         passkeys=settings.passkeys,
         words=settings.words,
+        kind=settings.kind,
         seed=settings.seed,
         haystack=haystack,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,8 @@ class Sample:
 
 #: index of a sample -> the sample.
 MakeSample = Callable[[int], Sample]
+#: What passkeys are made of; "both" is words and numbers in turn.
+KINDS = ("both", "words", "numbers")
 
 
 def passkey_samples(
@@ -54,40 +57,50 @@ def passkey_samples(
     passkeys: int,
     words: int,
     seed: int,
+    kind: str = "both",
     haystack: Haystack | None = None,
 ) -> MakeSample:
-    """Passkey texts of at most `length` tokens, each drawn from (seed, its index).
+    """Passkey texts of about `length` tokens, each drawn from (seed, its index).
 
     Args:
         tokenizer: mlx-lm's wrapper, or whatever has `encode(text, add_special_tokens=)` and
             `decode`.
-        length: tokens, recall included.
-        passkeys, words: how many passkeys, and words in each.
+        length: tokens, recall included. Passkeys of words do not exceed it; numbers may be
+            longer than the words they stand for.
+        passkeys, words: how many passkeys, and words (or digits) in each.
+        kind: one of `KINDS`. Heads that copy words are not quite those that copy digits.
     """
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     def make(index: int) -> Sample:
+        drawn = seed * 1_000_003 + index
         prompt = passkey_prompt(
-            count,
-            length,
-            n_passkeys=passkeys,
-            n_words=words,
-            seed=seed * 1_000_003 + index,
-            haystack=haystack,
+            count, length, n_passkeys=passkeys, n_words=words, seed=drawn, haystack=haystack
         )
-        return as_sample(prompt, tokenizer)
+        if kind == "words" or (kind == "both" and index % 2 == 0):
+            return as_sample(prompt, tokenizer)
+        draw = random.Random(f"kvkeep passkey numbers {drawn}")
+        numbers = ["".join(draw.choices("0123456789", k=words)) for _ in range(passkeys)]
+        return as_sample(prompt, tokenizer, numbers)
 
     return make
 
 
-def as_sample(prompt: PasskeyPrompt, tokenizer: Any) -> Sample:
+def as_sample(
+    prompt: PasskeyPrompt, tokenizer: Any, instead: Sequence[str] | None = None
+) -> Sample:
     """A passkey prompt as tokens.
 
     The text is encoded in pieces that begin and end at the passkeys, so that each passkey
     is whole tokens, wherever the tokenizer would have put borders; a passkey takes the
     space in front of it along.
+
+    Args:
+        prompt: the text.
+        tokenizer: as in `passkey_samples`.
+        instead: what is said in place of each passkey, if anything.
 
     Raises:
         HeadProfileError: a passkey has no tokens.
@@ -98,9 +111,12 @@ def as_sample(prompt: PasskeyPrompt, tokenizer: Any) -> Sample:
     found: dict[tuple[bool, int], tuple[int, int]] = {}
     at = recall_start = 0
 
-    def add(stop: int) -> None:
+    def add(stop: int, other: str | None = None) -> None:
         nonlocal at
-        tokens.extend(tokenizer.encode(prompt.text[at:stop], add_special_tokens=False))
+        text = prompt.text[at:stop]
+        if other is not None:
+            text = f" {other}" if text.startswith(" ") else other
+        tokens.extend(tokenizer.encode(text, add_special_tokens=False))
         at = stop
 
     for start, stop, recalled, index in sorted(spans):
@@ -109,7 +125,7 @@ def as_sample(prompt: PasskeyPrompt, tokenizer: Any) -> Sample:
             recall_start = len(tokens)
         add(start - 1 if prompt.text[start - 1] == " " else start)
         first = len(tokens)
-        add(stop)
+        add(stop, None if instead is None else instead[index])
         found[recalled, index] = (first, len(tokens))
         if first == len(tokens):
             raise HeadProfileError(

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from kvkeep.errors import ConfigError
 from kvkeep.heads.layers import Streaming
+from kvkeep.heads.samples import KINDS
 from kvkeep.spec import checked_count
 from kvkeep.spec.head_profile import Option
 
@@ -38,7 +39,8 @@ class ProfileSettings:
         texts: different samples, gone through in turn; 0 is a new one for each step. What
             reading them gives is held in memory, so later rounds cost a fraction ("optimise").
         length: tokens per sample, at most.
-        passkeys, words: passkeys per sample and words in each.
+        passkeys, words: passkeys per sample, and words or digits in each.
+        kind: what passkeys are made of: "words", "numbers", or "both" in turn.
         sinks, recent: rows at the start, and latest rows, that a streaming head keeps.
         seed: of the samples.
         lr: peak learning rate of the gates ("optimise").
@@ -57,6 +59,7 @@ class ProfileSettings:
     length: int = 1024
     passkeys: int = 5
     words: int = 8
+    kind: str = "both"
     sinks: int = 16
     recent: int = 64
     seed: int = 0
@@ -65,7 +68,11 @@ class ProfileSettings:
     streaming_from: str = "question"
 
     def __post_init__(self) -> None:
-        for name, known in (("method", tuple(METHODS)), ("streaming_from", STREAMING_FROM)):
+        for name, known in (
+            ("method", tuple(METHODS)),
+            ("streaming_from", STREAMING_FROM),
+            ("kind", KINDS),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"unknown {name}", expected=", ".join(known), received=f"{getattr(self, name)}"
@@ -109,6 +116,7 @@ class ProfileSettings:
             "length": self.length,
             "passkeys": self.passkeys,
             "words": self.words,
+            "kind": self.kind,
         }
         if self.method == "optimise":
             used |= {"lr": self.lr, "reg": self.reg, "streaming_from": self.streaming_from}
