@@ -15,14 +15,14 @@ from kvkeep.spec import LayerView
 
 @dataclass(frozen=True)
 class Span(WindowPolicy):
-    """Root mean square over the window of softmax attention, pooled, the group's maximum.
+    """Mean square over the window of softmax attention, pooled, the group's maximum.
 
-        s(h, t) = pool(sqrt(mean over w of a(h, w, t)^2)),  score = max of s over the group
+        s(h, t) = pool(mean over w of a(h, w, t)^2),  score = max of s over the group
 
     SnapKV with three parts replaced, each for a reason that docs/results shows with figures:
 
-    - The root mean square over the window instead of the mean: few of the last 32 tokens are
-      the question, and a mean drowns the one query that asks.
+    - The mean square over the window instead of the mean: few of the last 32 tokens are the
+      question, and a mean drowns the one query that asks.
     - Pooling as wide as a fact: a number spans many tokens where digits are tokens, and only
       the words before it match the question.
     - The maximum over the query heads of a group: one head that retrieves is enough.
@@ -50,7 +50,7 @@ class Span(WindowPolicy):
     needs: ClassVar[frozenset[Need]] = frozenset({"queries", "keys"})
     scope: ClassVar[Scope] = "head"
     query_aware: ClassVar[bool] = True
-    summary: ClassVar[str] = "sharpest attention of the last W queries, over a fact's width"
+    summary: ClassVar[str] = "squared attention of the last W queries, over a fact's width"
     source: ClassVar[str] = "kvkeep, after SnapKV, arXiv:2404.14469"
 
     def score(self, view: LayerView) -> mx.array:
@@ -59,8 +59,8 @@ class Span(WindowPolicy):
         squares = window_moments(view)[1]
         width = view.queries.shape[1]  # type: ignore[union-attr]  # window_moments refused None
 
-        def root(first: int, stop: int) -> mx.array:
-            return mx.sqrt(squares[first:stop, : length - width] / width)
+        def mean_square(first: int, stop: int) -> mx.array:
+            return squares[first:stop, : length - width] / width
 
         pool = self.pool_kernel, self.pooling, self.group
-        return grouped(root, len(squares), kv_heads, length, width, *pool)
+        return grouped(mean_square, len(squares), kv_heads, length, width, *pool)
