@@ -36,8 +36,8 @@ class NeedlePrompt:
     Attributes:
         document: the text, needles included.
         question: asks for one needle.
-        answer: the exact right answer.
-        answer_prefix: what an answer begins with; a space and `answer` go on from there.
+        answer: the exact right answer, without quotation marks around it.
+        answer_prefix: what an answer begins with; `answer` goes on from there, without a gap.
         needles: the one asked for first, then the ones that only look like it.
         depth: share of the document in front of the needle asked for (its first value).
         kind: kind of value, a key of `KINDS`.
@@ -63,7 +63,7 @@ class NeedlePrompt:
     @property
     def answered(self) -> str:
         """The right answer in full: prefix and answer."""
-        return f"{self.answer_prefix} {self.answer}"
+        return self.answer_prefix + self.answer
 
 
 def needle_prompt(
@@ -135,7 +135,7 @@ def needle_prompt(
     return NeedlePrompt(
         document=document,
         question=question,
-        answer=_listed(asked.values),
+        answer=_listed(value_kind, asked.values),
         answer_prefix=prefix,
         needles=(asked, *similar),
         depth=asked.hidden[0].depth,
@@ -212,18 +212,30 @@ def _shifts(count: int, draw: random.Random) -> list[float]:
 
 
 def _sentence(kind: ValueKind, place: str, value: str) -> str:
-    return f"The {kind.noun} of {place} is {value}."
+    return f"The {kind.noun} of {place} is {_quoted(kind, value)}."
 
 
 def _question(kind: ValueKind, place: str, values: int) -> tuple[str, str]:
     """The question, and what an answer begins with."""
+    mark = '"' if kind.quoted else ""
     if values == 1:
-        return f"What is the {kind.noun} of {place}?", f"The {kind.noun} of {place} is"
+        question = f"{kind.asked} is the {kind.noun} of {place}?"
+        return question, f"The {kind.noun} of {place} is {mark}"
     return (
-        f"There are {values} {kind.noun}s of {place}. What are they, in the order of the text?",
-        f"The {kind.noun}s of {place} are",
+        f"There are {values} {kind.noun}s of {place}. {kind.asked} are they, in the order of the"
+        " text?",
+        f"The {kind.noun}s of {place} are {mark}",
     )
 
 
-def _listed(values: tuple[str, ...]) -> str:
-    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} and {values[-1]}"
+def _listed(kind: ValueKind, values: tuple[str, ...]) -> str:
+    """What follows the prefix: the mark that opens the first value is in it, none ends the last."""
+    if len(values) == 1:
+        return values[0]
+    said = [_quoted(kind, value) for value in values]
+    text = f"{', '.join(said[:-1])} and {said[-1]}"
+    return text[1:-1] if kind.quoted else text
+
+
+def _quoted(kind: ValueKind, value: str) -> str:
+    return f'"{value}"' if kind.quoted else value

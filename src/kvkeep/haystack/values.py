@@ -57,11 +57,16 @@ class ValueKind:
         name: what tables and options call it.
         noun: what the sentence calls it ("the pass code of …").
         draw: a generator -> one value.
+        quoted: whether the value stands in quotation marks. Small models put words in them
+            even where the text does not, and would then answer right but not exactly.
+        asked: the question's first word.
     """
 
     name: str
     noun: str
     draw: Callable[[random.Random], str]
+    quoted: bool = False
+    asked: str = "What"
 
 
 def _number(digits: int) -> Callable[[random.Random], str]:
@@ -79,9 +84,11 @@ KINDS = MappingProxyType(
         for kind in (
             ValueKind("number", "pass code", _number(7)),
             ValueKind("short-number", "door code", _number(4)),
-            ValueKind("word", "secret word", lambda draw: draw.choice(WORDS)),
-            ValueKind("words", "pass phrase", lambda draw: " ".join(draw.sample(WORDS, 3))),
-            ValueKind("name", "night guard", lambda draw: draw.choice(_NAMES)),
+            ValueKind("word", "password", lambda draw: draw.choice(WORDS), quoted=True),
+            ValueKind(
+                "words", "pass phrase", lambda draw: " ".join(draw.sample(WORDS, 3)), quoted=True
+            ),
+            ValueKind("name", "night guard", lambda draw: draw.choice(_NAMES), asked="Who"),
             ValueKind("uuid", "serial number", _uuid),
         )
     }
