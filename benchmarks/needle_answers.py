@@ -1,0 +1,129 @@
+"""One prompt read once; every setting answers over a copy of its cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvkeep import EvictionConfig, copy_cache, evict_selection
+from kvkeep.attention import Observation, observed_prefill
+from kvkeep.compaction import choose_observed, evictable_layers
+from kvkeep.haystack import NeedlePrompt
+from kvkeep.policies import policy_of
+
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"  # in no document: where the question begins
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt as token ids.
+
+    Attributes:
+        context: [T], what is prefilled and evicted from.
+        given: tokens that follow on the evicted cache before the answer, at least 1.
+        answer: tokens of the right answer, greedy or wrong.
+    """
+
+    context: list[int]
+    given: list[int]
+    answer: list[int]
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prefilled prompt.
+
+    Attributes:
+        cache: exact; stays as it is.
+        layers: indices of its evictable layers.
+        seen: the last queries, as many as the widest window.
+    """
+
+    cache: list[Any]
+    layers: list[int]
+    seen: Observation
+
+
+def asked(tokenizer: Any, prompt: NeedlePrompt, *, question: str = "inside") -> Asked:
+    """A prompt in the chat template.
+
+    Args:
+        tokenizer: with a chat template.
+        prompt: the needle.
+        question: "inside" (the whole prompt but its last token is prefilled and evicted: what
+            generation does) or "after" (only what stands before the question is).
+    """
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    gap = "\n\n"
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"{prompt.document}{_MARK}{gap}{prompt.question}"}],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    before, after = chat.split(_MARK)
+    whole = before + after
+    # The tokens are those of the text with its answer, as a model would go on writing it.
+    with_answer = encode(whole + prompt.answered)
+    answer = _same_start(with_answer, encode(whole + prompt.answer_prefix))
+    if question == "inside":
+        start = _same_start(with_answer, encode(whole)) - 1
+    else:
+        start = _same_start(with_answer, encode(before))
+    return Asked(with_answer[:start], with_answer[start:answer], with_answer[answer:])
+
+
+def read(model: Any, context: Sequence[int], window: int, step: int = 512) -> Read:
+    """Prefill a prompt once, keeping the last `window` queries of each layer."""
+    cache = make_prompt_cache(model)
+    layers = evictable_layers(model, cache)
+    seen = observed_prefill(
+        model, context, cache, layers, window=window, policy="snapkv", step=step
+    )
+    return Read(cache, layers, seen)
+
+
+def evicted(prompt: Read, config: EvictionConfig) -> list[Any]:
+    """A compact copy of a prompt's cache, chosen as `compact_prompt_cache` would."""
+    policy = policy_of(config)
+    seen = _narrowed(prompt.seen, policy.observation_window)
+    chosen = choose_observed(prompt.cache, prompt.layers, seen, config, policy)
+    if not chosen.layers:
+        return copy_cache(prompt.cache)
+    return evict_selection(prompt.cache, chosen).cache
+
+
+def answers(model: Any, cache: list[Any], prompt: Asked) -> bool:
+    """Whether greedy decoding gives exactly the answer; appends to `cache`.
+
+    One forward over the answer itself: as long as each token is the most likely one after the
+    right ones before it, greedy decoding takes it; after the first other one it is wrong.
+    """
+    tokens = [*prompt.given, *prompt.answer[:-1]]
+    logits = model(mx.array(tokens)[None], cache=cache)[0, len(prompt.given) - 1 :]
+    return np.array_equal(np.array(logits.argmax(axis=-1)), prompt.answer)
+
+
+def _narrowed(seen: Observation, window: int) -> Observation:
+    """What a prefill that keeps only `window` queries would have seen."""
+    observers = {}
+    for layer, observer in seen.observers.items():
+        observers[layer] = narrow = copy.copy(observer)
+        narrow.queries = None
+        if window and observer.queries is not None:
+            narrow.queries = observer.queries[:, :, -window:]
+    return Observation(observers, seen.capture)
+
+
+def _same_start(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their start."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
