@@ -81,6 +81,6 @@ _BOTH = (
 CHOOSE = SeedSet("choose", 1_000, 0, _BOTH)
 #: Reported on: other seeds, the other half of the prose, and tasks that chose nothing.
 REPORT = SeedSet(
-    "report", 500_000, 1, (*_BOTH, Task("prose", "uuid"), Task("prose", "short-number", n_keys=4))
+    "report", 500_000, 1, (*_BOTH, Task("prose", "name"), Task("prose", "short-number", n_keys=4))
 )
 SETS = {chosen.name: chosen for chosen in (CHOOSE, REPORT)}

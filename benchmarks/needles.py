@@ -93,7 +93,7 @@ def evaluate(
 
     settings = [s for s in SETTINGS if options.only is None or s.options["policy"] in options.only]
     configs = {
-        (setting.name, budget): EvictionConfig(budget=budget, **setting.options)
+        (setting.name, budget): EvictionConfig.parse({"budget": budget, **setting.options})
         for setting in settings
         for budget in options.budget
     }
