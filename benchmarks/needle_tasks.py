@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvkeep.haystack import (
     CountTokens,
@@ -23,16 +23,18 @@ class Task:
         haystack: "prose" or "filler".
         kind: kind of value, as in `kvkeep.haystack.KINDS`.
         n_keys: needles in all, of which one is asked for.
+        tail: what follows the question: a short window that looks at the prompt's end then
+            sees an instruction instead of the question.
     """
 
     haystack: str
     kind: str
     n_keys: int = 1
+    tail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.haystack}, {self.kind}" + (
-            "" if self.n_keys == 1 else f", 1 of {self.n_keys}"
-        )
+        similar = "" if self.n_keys == 1 else f", 1 of {self.n_keys}"
+        return f"{self.haystack}, {self.kind}{similar}{', tail' if self.tail else ''}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class SeedSet:
         self, task: Task, count: int, n_tokens: int, count_tokens: CountTokens
     ) -> Iterator[NeedlePrompt]:
         """`count` prompts of a task, their needles at depths spread over the document."""
-        return needle_prompts(
+        prompts = needle_prompts(
             count_tokens,
             count,
             n_tokens,
@@ -64,6 +66,8 @@ class SeedSet:
             haystack=self._haystack(task),
             n_keys=task.n_keys,
         )
+        for prompt in prompts:
+            yield replace(prompt, question=" ".join(filter(None, (prompt.question, task.tail))))
 
     def _haystack(self, task: Task) -> Haystack:
         return filler() if task.haystack == "filler" else library_prose().part(self.part, 2)
@@ -78,9 +82,31 @@ _BOTH = (
     Task("filler", "short-number", n_keys=4),
 )
 #: Chosen on: every seed below 100,000.
-CHOOSE = SeedSet("choose", 1_000, 0, _BOTH)
+CHOOSE = SeedSet(
+    "choose",
+    1_000,
+    0,
+    (
+        *_BOTH,
+        *(
+            Task("prose", kind, tail="Answer in one short sentence and do not explain anything.")
+            for kind in ("number", "words")
+        ),
+    ),
+)
 #: Reported on: other seeds, the other half of the prose, and tasks that chose nothing.
 REPORT = SeedSet(
-    "report", 500_000, 1, (*_BOTH, Task("prose", "name"), Task("prose", "short-number", n_keys=4))
+    "report",
+    500_000,
+    1,
+    (
+        *_BOTH,
+        Task("prose", "name"),
+        Task("prose", "short-number", n_keys=4),
+        *(
+            Task("prose", kind, tail="Say only the answer itself, without any other words.")
+            for kind in ("number", "words")
+        ),
+    ),
 )
 SETS = {chosen.name: chosen for chosen in (CHOOSE, REPORT)}
