@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvkeep import EvictionConfig, copy_cache, evict_selection
+from kvkeep.allocation import allocation_of
 from kvkeep.attention import Observation, observed_prefill
 from kvkeep.compaction import choose_observed, evictable_layers
 from kvkeep.haystack import NeedlePrompt
@@ -93,12 +93,11 @@ def read(model: Any, context: Sequence[int], window: int, step: int = 512) -> Re
 
 def evicted(prompt: Read, config: EvictionConfig) -> list[Any]:
     """A compact copy of a prompt's cache, chosen as `compact_prompt_cache` would."""
-    policy = policy_of(config)
-    seen = _narrowed(prompt.seen, policy.observation_window)
-    chosen = choose_observed(prompt.cache, prompt.layers, seen, config, policy)
+    policy, allocation = policy_of(config), allocation_of(config)
+    chosen = choose_observed(prompt.cache, prompt.layers, prompt.seen, config, policy, allocation)
     if not chosen.layers:
         return copy_cache(prompt.cache)
-    return evict_selection(prompt.cache, chosen).cache
+    return evict_selection(prompt.cache, chosen, config.store).cache
 
 
 def answers(model: Any, cache: list[Any], prompt: Asked) -> bool:
@@ -110,17 +109,6 @@ def answers(model: Any, cache: list[Any], prompt: Asked) -> bool:
     tokens = [*prompt.given, *prompt.answer[:-1]]
     logits = model(mx.array(tokens)[None], cache=cache)[0, len(prompt.given) - 1 :]
     return np.array_equal(np.array(logits.argmax(axis=-1)), prompt.answer)
-
-
-def _narrowed(seen: Observation, window: int) -> Observation:
-    """What a prefill that keeps only `window` queries would have seen."""
-    observers = {}
-    for layer, observer in seen.observers.items():
-        observers[layer] = narrow = copy.copy(observer)
-        narrow.queries = None
-        if window and observer.queries is not None:
-            narrow.queries = observer.queries[:, :, -window:]
-    return Observation(observers, seen.capture)
 
 
 def _same_start(first: Sequence[int], second: Sequence[int]) -> int:

@@ -45,7 +45,11 @@ def _setting(policy: str, **options: Any) -> Setting:
 
 
 SETTINGS = (
+    _setting("span"),
+    _setting("span", allocation="adaptive"),
     _setting("snapkv"),
+    _setting("snapkv", allocation="adaptive"),
+    _setting("snapkv", window=32),
     _setting("snapkv", window=32, pool_kernel=5),
     _setting("snapkv", window=64, pool_kernel=5),
     _setting("snapkv-d"),
@@ -89,6 +93,7 @@ def evaluate(
     from needle_answers import answers, asked, evicted, read
 
     from kvkeep import EvictionConfig, copy_cache
+    from kvkeep.allocation import allocation_of
     from kvkeep.policies import policy_of
 
     settings = [s for s in SETTINGS if options.only is None or s.options["policy"] in options.only]
@@ -97,7 +102,10 @@ def evaluate(
         for setting in settings
         for budget in options.budget
     }
-    window = max((policy_of(c).observation_window for c in configs.values()), default=0)
+    window = max(
+        max(policy_of(config).observation_window, allocation_of(config).window)
+        for config in configs.values()
+    )
     model, tokenizer = load_model()
 
     def count_tokens(text: str) -> int:

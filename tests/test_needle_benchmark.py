@@ -38,6 +38,14 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(**modules)
 
 
+CONFIGS = (
+    ("snapkv", {"window": 8}),
+    ("span", {"allocation": "adaptive"}),
+    ("snapkv-d", {}),
+    ("knorm", {}),
+)
+
+
 def words(text: str) -> int:
     return len(text.split())
 
@@ -66,7 +74,7 @@ def test_the_evicted_copy_is_what_compaction_keeps(benchmark: Any) -> None:
     """A prefill with a wider window serves every policy, and stays as it was."""
     model, tokens = tiny_llama(), random_tokens(200)
     read = benchmark.needle_answers.read(model, tokens, window=64, step=64)
-    for policy, options in (("snapkv", {"window": 8}), ("snapkv-d", {}), ("knorm", {})):
+    for policy, options in CONFIGS:
         config = EvictionConfig.parse({"policy": policy, "budget": "25%", **options})
         ours = benchmark.needle_answers.evicted(read, config)
         expected = compact_prompt_cache(model, tokens, config=config, prefill_step_size=64).cache
@@ -130,11 +138,11 @@ def test_a_run_goes_on_where_it_stopped(
     assert about["set"] == "choose"
     assert {"model sha256", "mlx", "mlx-lm", "kvkeep", "prompts per task"} <= set(about)
     assert len(calls) == prompts
-    assert len(lines) == prompts * (1 + 2 * 4)  # the full cache, two budgets of four settings
+    assert len(lines) == prompts * (1 + 2 * 6)  # the full cache, two budgets of six settings
     assert sorted(path.name for path in out.parent.iterdir()) == ["needles.jsonl", "needles.md"]
 
     record = out.with_suffix(".jsonl")
-    kept = record.read_text().splitlines()[: -2 * 9]
+    kept = record.read_text().splitlines()[: -2 * 13]
     record.write_text("\n".join(kept) + "\n")
     assert run(benchmark, out) == [about, *lines]
     assert len(calls) == prompts + 2  # what was cut off, and no more
