@@ -12,10 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvkeep import EvictionConfig, copy_cache, evict_selection
 from kvkeep.allocation import allocation_of
-from kvkeep.attention import Observation, observed_prefill
+from kvkeep.attention import Observation, RepeatPrompt, observed_prefill, repeated
 from kvkeep.compaction import choose_observed, evictable_layers
 from kvkeep.haystack import NeedlePrompt
-from kvkeep.policies import policy_of
+from kvkeep.policies import Policy, policy_of
 
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"  # in no document: where the question begins
 
@@ -81,14 +81,36 @@ def asked(tokenizer: Any, prompt: NeedlePrompt, *, question: str = "inside") -> 
     return Asked(with_answer[:start], with_answer[start:answer], with_answer[answer:])
 
 
-def read(model: Any, context: Sequence[int], window: int, step: int = 512) -> Read:
-    """Prefill a prompt once, keeping the last `window` queries of each layer."""
+def read(
+    model: Any,
+    context: Sequence[int],
+    window: int,
+    step: int = 512,
+    policy: Policy | None = None,
+    repeat: RepeatPrompt | None = None,
+) -> Read:
+    """Prefill a prompt once, keeping the last `window` queries of each layer.
+
+    Args:
+        policy: one that looks at more than that while the prompt is read (`own_reading`).
+        repeat: its instructions to repeat the prompt, if it takes any.
+    """
     cache = make_prompt_cache(model)
     layers = evictable_layers(model, cache)
+    name = "span" if policy is None else policy.name
     seen = observed_prefill(
-        model, context, cache, layers, window=window, policy="snapkv", step=step
+        model, context, cache, layers, window=window, policy=name, scorer=policy, step=step
     )
+    if policy is not None and "replay" in policy.needs:
+        prompt = repeat or RepeatPrompt()
+        seen = repeated(model, context, cache, layers, policy, seen, prompt, step)
     return Read(cache, layers, seen)
+
+
+def own_reading(config: EvictionConfig) -> Policy | None:
+    """A config's policy if it must see the whole prompt being read, else None."""
+    policy = policy_of(config)
+    return policy if policy.needs - {"queries", "keys", "values"} else None
 
 
 def evicted(prompt: Read, config: EvictionConfig) -> list[Any]:

@@ -39,8 +39,12 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+PROFILE = str(Path(__file__).parents[1] / "docs/results/heads/demo-optimise.json")
+
+
 def _setting(policy: str, **options: Any) -> Setting:
-    shown = [policy, *(f"{key.replace('_', ' ')} {value}" for key, value in options.items())]
+    told = {key: value for key, value in options.items() if key != "head_profile"}
+    shown = [policy, *(f"{key.replace('_', ' ')} {value}" for key, value in told.items())]
     return Setting(", ".join(shown), {"policy": policy, **options})
 
 
@@ -63,6 +67,22 @@ SETTINGS = (
     _setting("cur"),
     _setting("sink_recent"),
     _setting("random"),
+    _setting("span", store="shared"),
+    _setting("span", allocation="pyramid"),
+    _setting("span", allocation="cake"),
+    _setting("span", allocation="duo", head_profile=PROFILE),
+    _setting("snapkv", allocation="pyramid"),
+    _setting("snapkv", window=32, allocation="adaptive", head_scale="none"),
+    _setting("sink_recent", allocation="duo", head_profile=PROFILE),
+    _setting("kvzip"),
+    _setting("kvzip", allocation="global"),
+    _setting("kvzip", allocation="adaptive", head_scale="none"),
+    _setting("criticalkv"),
+    _setting("expected_attention"),
+    _setting("observed_attention"),
+    _setting("compactor"),
+    _setting("leverage"),
+    _setting("non_causal_attn"),
 )
 
 
@@ -90,10 +110,11 @@ def evaluate(
     lines: list[Record],
 ) -> None:
     """Add what is missing to `lines`, and write the file after each prompt."""
-    from needle_answers import answers, asked, evicted, read
+    from needle_answers import answers, asked, evicted, own_reading, read
 
     from kvkeep import EvictionConfig, copy_cache
     from kvkeep.allocation import allocation_of
+    from kvkeep.generation import repeat_prompt
     from kvkeep.policies import policy_of
 
     settings = [s for s in SETTINGS if options.only is None or s.options["policy"] in options.only]
@@ -121,11 +142,18 @@ def evaluate(
                 continue
             start = time.perf_counter()
             tokens = asked(tokenizer, prompt, question=options.question)
-            exact = read(model, tokens.context, window)
-            for key in missing:
-                cache = copy_cache(exact.cache) if key[0] == FULL else evicted(exact, configs[key])
-                right = answers(model, cache, tokens)
-                lines.append(_line(task, index, key, right, len(tokens.context), prompt.depth))
+            readings = {
+                key: own_reading(configs[key]) if key[0] != FULL else None for key in missing
+            }
+            for policy in dict.fromkeys(readings.values()):
+                keys = [key for key in missing if readings[key] == policy]
+                repeat = None if policy is None else repeat_prompt(tokenizer, configs[keys[0]])
+                exact = read(model, tokens.context, window, policy=policy, repeat=repeat)
+                for key in keys:
+                    full = key[0] == FULL
+                    cache = copy_cache(exact.cache) if full else evicted(exact, configs[key])
+                    right = answers(model, cache, tokens)
+                    lines.append(_line(task, index, key, right, len(tokens.context), prompt.depth))
             write_lines(record, about, lines)
             took = time.perf_counter() - start
             print(f"{task}, prompt {index}: {len(missing)} settings, {took:.0f} s", flush=True)

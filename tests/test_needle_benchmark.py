@@ -43,6 +43,9 @@ CONFIGS = (
     ("span", {"allocation": "adaptive"}),
     ("snapkv-d", {}),
     ("knorm", {}),
+    ("criticalkv", {}),
+    ("kvzip", {"allocation": "global"}),
+    ("observed_attention", {}),
 )
 
 
@@ -76,6 +79,8 @@ def test_the_evicted_copy_is_what_compaction_keeps(benchmark: Any) -> None:
     read = benchmark.needle_answers.read(model, tokens, window=64, step=64)
     for policy, options in CONFIGS:
         config = EvictionConfig.parse({"policy": policy, "budget": "25%", **options})
+        if own := benchmark.needle_answers.own_reading(config):
+            read = benchmark.needle_answers.read(model, tokens, window=64, step=64, policy=own)
         ours = benchmark.needle_answers.evicted(read, config)
         expected = compact_prompt_cache(model, tokens, config=config, prefill_step_size=64).cache
         for mine, other in zip(ours, expected, strict=True):
@@ -127,9 +132,9 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(benchmark.needles, "load_model", lambda: (tiny_llama(), Letters()))
     read, calls = benchmark.needle_answers.read, []
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **more: Any) -> Any:
         calls.append(arguments)
-        return read(*arguments)
+        return read(*arguments, **more)
 
     monkeypatch.setattr(benchmark.needle_answers, "read", counted)
     out = tmp_path / "new" / "needles"
@@ -138,11 +143,11 @@ def test_a_run_goes_on_where_it_stopped(
     assert about["set"] == "choose"
     assert {"model sha256", "mlx", "mlx-lm", "kvkeep", "prompts per task"} <= set(about)
     assert len(calls) == prompts
-    assert len(lines) == prompts * (1 + 2 * 6)  # the full cache, two budgets of six settings
+    assert len(lines) == prompts * (1 + 2 * 8)  # the full cache, two budgets of eight settings
     assert sorted(path.name for path in out.parent.iterdir()) == ["needles.jsonl", "needles.md"]
 
     record = out.with_suffix(".jsonl")
-    kept = record.read_text().splitlines()[: -2 * 13]
+    kept = record.read_text().splitlines()[: -2 * 17]
     record.write_text("\n".join(kept) + "\n")
     assert run(benchmark, out) == [about, *lines]
     assert len(calls) == prompts + 2  # what was cut off, and no more
