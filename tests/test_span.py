@@ -11,6 +11,7 @@ import pytest
 from golden import DIM, golden_view
 from kvkeep import LayerView, get_policy
 from kvkeep.errors import ConfigError
+from kvkeep.policies import window_cubes
 
 
 def right_scores(view: Any, kernel: int, pooling: str, group: str) -> np.ndarray:
@@ -18,18 +19,18 @@ def right_scores(view: Any, kernel: int, pooling: str, group: str) -> np.ndarray
     q, k = np.asarray(view.queries, np.float64), np.asarray(view.keys, np.float64)
     heads, width, _ = q.shape
     length = k.shape[1]
-    squared = np.zeros((heads, length - width))
+    cubed = np.zeros((heads, length - width))
     for head in range(heads):
         total = np.zeros(length)
         for row in range(width):
             seen = length - width + row + 1
             logits = k[head // 3, :seen] @ q[head, row] * DIM**-0.5
             weights = np.exp(logits - logits.max())
-            total[:seen] += (weights / weights.sum()) ** 2
-        squared[head] = total[: length - width] / width
-    pooled, side = np.zeros_like(squared), kernel // 2
+            total[:seen] += (row + 1) * (weights / weights.sum()) ** 3
+        cubed[head] = total[: length - width] / sum(range(width + 1))
+    pooled, side = np.zeros_like(cubed), kernel // 2
     for at in range(length - width):
-        near = squared[:, max(at - side, 0) : at + side + 1]
+        near = cubed[:, max(at - side, 0) : at + side + 1]
         pooled[:, at] = near.sum(1) / kernel if pooling == "avg" else near.max(1)
     pooled = pooled.reshape(2, 3, -1)
     return pooled.max(1) if group == "max" else pooled.mean(1)
@@ -50,7 +51,7 @@ def test_scores_are_the_formula(layer: int, options: dict[str, Any]) -> None:
     scores = np.asarray(policy.score(view))
     right = right_scores(view, policy.pool_kernel, policy.pooling, policy.group)
     prefix = right.shape[1]
-    np.testing.assert_allclose(scores[:, :prefix], right, rtol=2e-4, atol=1e-9)
+    np.testing.assert_allclose(scores[:, :prefix], right, rtol=3e-4, atol=1e-10)
     np.testing.assert_allclose(scores[:, prefix:], right.max() + 1, rtol=1e-5)
 
 
@@ -70,6 +71,30 @@ def test_one_query_that_asks_is_heard() -> None:
     span, snapkv = (get_policy(name, window=32, pool_kernel=1) for name in ("span", "snapkv"))
     assert int(mx.argmax(span.score(view)[0, :168])) == 10
     assert int(mx.argmax(snapkv.score(view)[0, :168])) == 60
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 32])
+def test_how_many_queries_at_once_makes_no_difference(chunk: int) -> None:
+    at_once, apart = (window_cubes(golden_view(1, 32, size)) for size in (32, chunk))
+    np.testing.assert_allclose(np.asarray(apart), np.asarray(at_once), rtol=1e-4, atol=1e-9)
+
+
+def test_later_queries_weigh_more() -> None:
+    """Each of two rows is looked at by one query, as sharply: the later look wins."""
+    keys, queries = np.zeros((1, 200, 8)), np.zeros((1, 32, 8))
+    keys[0, 10, 0] = keys[0, 60, 1] = 1
+    queries[0, 5, 0] = queries[0, 25, 1] = 5
+    view = LayerView(
+        keys=mx.array(keys, mx.float32),
+        values=mx.zeros((1, 200, 8)),
+        queries=mx.array(queries, mx.float32),
+        scale=1.0,
+        layer=0,
+        n_layers=1,
+    )
+    scores = np.asarray(get_policy("span", pool_kernel=1).score(view)[0, :168])
+    assert scores.argmax() == 60
+    assert np.argsort(scores)[-2] == 10
 
 
 @pytest.mark.parametrize("option", [{"group": "sum"}, {"pool_kernel": 4}, {"window": 0}])

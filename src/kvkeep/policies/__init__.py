@@ -11,6 +11,7 @@ from kvkeep.policies.snapkv_d import SnapKVD
 from kvkeep.policies.window import (
     pooled,
     window_attention,
+    window_cubes,
     window_mass,
     window_moments,
     window_shape,
@@ -32,6 +33,7 @@ __all__ = [
     "policy_of",
     "pooled",
     "window_attention",
+    "window_cubes",
     "window_mass",
     "window_moments",
     "window_shape",

@@ -9,20 +9,23 @@ import mlx.core as mx
 
 from kvkeep.policies.base import Need, Scope, WindowPolicy
 from kvkeep.policies.grouping import grouped
-from kvkeep.policies.window import window_moments
+from kvkeep.policies.window import window_cubes
 from kvkeep.spec import LayerView
 
 
 @dataclass(frozen=True)
 class Span(WindowPolicy):
-    """Mean square over the window of softmax attention, pooled, the group's maximum.
+    """Cubed attention of the window's queries, pooled, the group's maximum.
 
-        s(h, t) = pool(mean over w of a(h, w, t)^2),  score = max of s over the group
+        s(h, t) = pool(sum over i of c_i a(h, i, t)^3),  score = max of s over the group
 
-    SnapKV with three parts replaced, each for a reason that docs/results shows with figures:
+    where a(h, i, t) is the attention of the window's i-th query and c_i = (i + 1) / (1 + … + W).
+    SnapKV with four parts replaced, each for a reason that docs/results shows with figures:
 
-    - The mean square over the window instead of the mean: few of the last 32 tokens are the
-      question, and a mean drowns the one query that asks.
+    - Cubes instead of the attention itself: few of the last 32 tokens are the question, and a
+      mean drowns the one query that asks. Powers are pooled, no root is taken: one look that is
+      sharp lifts everything around it.
+    - Later queries weigh more: the question tends to be the last thing said.
     - Pooling as wide as a fact: a number spans many tokens where digits are tokens, and only
       the words before it match the question.
     - The maximum over the query heads of a group: one head that retrieves is enough.
@@ -50,17 +53,17 @@ class Span(WindowPolicy):
     needs: ClassVar[frozenset[Need]] = frozenset({"queries", "keys"})
     scope: ClassVar[Scope] = "head"
     query_aware: ClassVar[bool] = True
-    summary: ClassVar[str] = "squared attention of the last W queries, over a fact's width"
+    summary: ClassVar[str] = "cubed attention of the last W queries, over a fact's width"
     source: ClassVar[str] = "kvkeep, after SnapKV, arXiv:2404.14469"
 
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32; window rows hold the layer's maximum + 1."""
         kv_heads, length, _ = view.keys.shape
-        squares = window_moments(view)[1]
-        width = view.queries.shape[1]  # type: ignore[union-attr]  # window_moments refused None
+        cubes = window_cubes(view)
+        width = view.queries.shape[1]  # type: ignore[union-attr]  # window_cubes refused None
 
-        def mean_square(first: int, stop: int) -> mx.array:
-            return squares[first:stop, : length - width] / width
+        def prefix(first: int, stop: int) -> mx.array:
+            return cubes[first:stop, : length - width]
 
         pool = self.pool_kernel, self.pooling, self.group
-        return grouped(mean_square, len(squares), kv_heads, length, width, *pool)
+        return grouped(prefix, len(cubes), kv_heads, length, width, *pool)

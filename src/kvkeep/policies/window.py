@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
@@ -108,11 +109,36 @@ def window_shape(view: LayerView) -> mx.array:
     return _over_window(view, _sum_window_shape)
 
 
+def window_cubes(view: LayerView) -> mx.array:
+    """Cubed attention that each key gets from each query head, later queries counting more.
+
+    Returns:
+        [H_q, T] float32: the sum over the W queries of c_i * a_i^3, where a_i is the attention
+        of the i-th and c_i = (i + 1) / (1 + 2 + ... + W).
+
+    Raises:
+        ConfigError: the view has no queries, or more of them than keys.
+    """
+    width = 0 if view.queries is None else view.queries.shape[1]
+    lateness = mx.arange(1, width + 1, dtype=mx.float32) * (2 / max(width * (width + 1), 1))
+
+    def cubes(weights: mx.array, first: int) -> mx.array:
+        late = lateness[first : first + weights.shape[2]]
+        return (weights * weights * weights * late[:, None]).sum(axis=2)
+
+    return _by_query(view, cubes)
+
+
 def _over_window(view: LayerView, reduce: Reduce) -> mx.array:
     """Sum of `reduce` over the window's queries, a few at a time: [..., H_q, T].
 
     `reduce` maps weights [H_kv, G, w, t] to [..., H_kv, G, t] and must be a sum over w.
     """
+    return _by_query(view, lambda weights, first: reduce(weights))
+
+
+def _by_query(view: LayerView, reduce: Callable[..., mx.array]) -> mx.array:
+    """As `_over_window`, with the index of the first of the queries told to `reduce`."""
     if view.queries is None:
         raise ConfigError(
             "no window queries for a policy that needs them",
@@ -133,7 +159,13 @@ def _over_window(view: LayerView, reduce: Reduce) -> mx.array:
         stop = min(start + view.score_chunk_size, width)
         rows = view.queries[:, start:stop]
         visible = length - (width - stop)  # keys after this chunk's last query are not seen
-        part = window_attention(rows, view.keys[:, :visible], view.scale, reduce, sinks=view.sinks)
+        part = window_attention(
+            rows,
+            view.keys[:, :visible],
+            view.scale,
+            partial(reduce, first=start),
+            sinks=view.sinks,
+        )
         part = part.reshape(*part.shape[:-3], heads, visible)
         if visible < length:
             part = mx.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, length - visible)])
