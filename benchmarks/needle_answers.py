@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -16,8 +16,10 @@ from kvkeep.attention import Observation, RepeatPrompt, observed_prefill, repeat
 from kvkeep.compaction import choose_observed, evictable_layers
 from kvkeep.haystack import NeedlePrompt
 from kvkeep.policies import Policy, policy_of
+from kvkeep.spec import LayerView
 
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}"  # in no document: where the question begins
+_BY_BUDGET = ("criticalkv", "compactor")  # their scores depend on how many rows stay
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,30 @@ class Read:
         cache: exact; stays as it is.
         layers: indices of its evictable layers.
         seen: the last queries, as many as the widest window.
+        scores: what policies scored so far, by policy, layer and (where it matters) budget.
     """
 
     cache: list[Any]
     layers: list[int]
     seen: Observation
+    scores: dict[tuple[Policy, int, int | None], mx.array] = field(default_factory=dict)
+
+
+class Remembered:
+    """A policy that scores a prompt's layer once, however many budgets ask for it."""
+
+    def __init__(self, policy: Policy, scores: dict[tuple[Policy, int, int | None], mx.array]):
+        self._policy, self._scores = policy, scores
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def score(self, view: LayerView) -> mx.array:
+        """As the policy does."""
+        key = (self._policy, view.layer, view.keep if self._policy.name in _BY_BUDGET else None)
+        if key not in self._scores:
+            self._scores[key] = self._policy.score(view)
+        return self._scores[key]
 
 
 def asked(tokenizer: Any, prompt: NeedlePrompt, *, question: str = "inside") -> Asked:
@@ -116,7 +137,8 @@ def own_reading(config: EvictionConfig) -> Policy | None:
 def evicted(prompt: Read, config: EvictionConfig) -> list[Any]:
     """A compact copy of a prompt's cache, chosen as `compact_prompt_cache` would."""
     policy, allocation = policy_of(config), allocation_of(config)
-    chosen = choose_observed(prompt.cache, prompt.layers, prompt.seen, config, policy, allocation)
+    once = cast(Policy, Remembered(policy, prompt.scores))
+    chosen = choose_observed(prompt.cache, prompt.layers, prompt.seen, config, once, allocation)
     if not chosen.layers:
         return copy_cache(prompt.cache)
     return evict_selection(prompt.cache, chosen, config.store).cache

@@ -12,6 +12,7 @@ from golden import DIM, golden_view
 from kvkeep import LayerView, get_policy
 from kvkeep.errors import ConfigError
 from kvkeep.policies import window_cubes
+from kvkeep.policies.span import Span
 
 
 def right_scores(view: Any, kernel: int, pooling: str, group: str) -> np.ndarray:
@@ -46,7 +47,7 @@ def right_scores(view: Any, kernel: int, pooling: str, group: str) -> np.ndarray
 )
 @pytest.mark.parametrize("layer", range(3))
 def test_scores_are_the_formula(layer: int, options: dict[str, Any]) -> None:
-    policy = get_policy("span", **options)
+    policy = Span(**options)
     view = golden_view(layer, policy.observation_window)
     scores = np.asarray(policy.score(view))
     right = right_scores(view, policy.pool_kernel, policy.pooling, policy.group)
