@@ -24,7 +24,8 @@ def test_a_shipped_profile_belongs_to_the_demo_model(file: Path, demo_model: Any
 
 
 def test_there_are_shipped_profiles() -> None:
-    assert {file.stem for file in FILES} == {"demo-estimate", "demo-optimise", "demo-recall"}
+    names = ("estimate", "optimise", "optimise-words", "recall")
+    assert {file.stem for file in FILES} == {f"demo-{name}" for name in names}
 
 
 def test_passkeys_are_the_same_tokens_in_the_text_and_its_recall(demo_model: Any) -> None:
