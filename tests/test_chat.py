@@ -23,7 +23,7 @@ from tiny_folder import CHAT_TEMPLATE, write_tiny_folder
 
 LINES = ("The ferry was forty minutes late.", "How late was it?", "And the mail boat?")
 FLAGS = ("--max-tokens", "10", "--kv-budget", "30", "--kv-min-tokens", "0")
-SMALL = kvkeep.EvictionConfig(policy="snapkv", budget=kvkeep.Budget(30), min_tokens=0)
+SMALL = kvkeep.EvictionConfig(policy="span", budget=kvkeep.Budget(30), min_tokens=0)
 
 
 @pytest.fixture(scope="session")
@@ -142,7 +142,7 @@ def test_a_restart_is_said(folder: str, tmp_path: Path, talk: Chat) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (("--max-kv-size", "64"), "--max-kv-size and --kv-eviction snapkv exclude each other"),
+        (("--max-kv-size", "64"), "--max-kv-size and --kv-eviction span exclude each other"),
         (("--temp", "-2"), "bad value for --temp"),
         (("--kv-eviction", "snap"), "unknown eviction policy 'snap'"),
         (("--kv-budget", "100B"), "byte budget holds no row"),
@@ -167,7 +167,7 @@ def test_a_person_sees_what_is_kept_and_what_it_costs(
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == answers(folder, LINES[0])[0]
     lines = err.splitlines()
-    assert lines[0] == f"{folder}; keeps snapkv, 30"
+    assert lines[0] == f"{folder}; keeps span, 30"
     assert lines[1].startswith("q: quit")
     assert "10 tokens, " in lines[2]
     assert f"41 rows for {len(LINES[0]) + 13} tokens" in lines[2]
@@ -247,7 +247,7 @@ def test_the_real_model_remembers_across_turns(demo_model: tuple[Any, Any]) -> N
     """At a budget of 100 % three turns give the greedy tokens of exact caches."""
     model, tokenizer = demo_model
     config = kvkeep.EvictionConfig(
-        policy="snapkv", budget=kvkeep.Budget(1.0, "share"), min_tokens=0
+        policy="span", budget=kvkeep.Budget(1.0, "share"), min_tokens=0
     )
     conversation = Conversation(model, tokenizer, config=config, max_tokens=12)
     messages: list[dict[str, str]] = []

@@ -26,7 +26,7 @@ _REPEAT = "\n\nRepeat the previous context exactly."
 _GO_ON = "\n\nRepeat the part of the previous context exactly, starting with "
 
 #: What the commands do unless told otherwise.
-RECOMMENDED = EvictionConfig(policy="snapkv", budget=Budget(0.25, "share"))
+RECOMMENDED = EvictionConfig(policy="span", budget=Budget(0.25, "share"))
 
 
 @dataclass
