@@ -26,6 +26,7 @@ def window_attention(
     *,
     sinks: mx.array | None = None,
     bias: Bias | None = None,
+    factors: Bias | None = None,
 ) -> mx.array:
     """Attention weights of the window's queries, reduced before they pile up.
 
@@ -41,6 +42,8 @@ def window_attention(
         sinks: [H_q] logits that share the softmax and get no row, or None.
         bias: replaces the causal mask: (start, stop) -> additive float32 array that
             broadcasts to [H_kv, G, w, stop - start].
+        factors: what weights are multiplied by before they are reduced: (start, stop) ->
+            float32 array that broadcasts to [H_kv, G, w, stop - start]. The softmax is as before.
 
     Returns:
         The reduced pieces, joined along the last axis: [..., T] float32.
@@ -57,21 +60,24 @@ def window_attention(
         in_window = bias is not None or stop > length - width
         return product + causal(start, stop) if in_window else product
 
+    def reduced(weights: mx.array, start: int, stop: int) -> mx.array:
+        return reduce(weights if factors is None else weights * factors(start, stop))
+
     step = max(min(PIECE_BYTES // (4 * heads * width), PIECE_BYTES // (4 * kv_heads * dim)), 64)
     spans = [(start, min(start + step, length)) for start in range(0, length, step)]
     total = None if sinks is None else sinks.astype(mx.float32).reshape(kv_heads, -1, 1, 1)
     if len(spans) == 1:
         scores = logits(0, length)
         if total is None:  # one exponential per weight instead of two: they are the cost here
-            return reduce(mx.softmax(scores, axis=-1))
-        return reduce(mx.exp(scores - _logsumexp(scores, total)))
+            return reduced(mx.softmax(scores, axis=-1), 0, length)
+        return reduced(mx.exp(scores - _logsumexp(scores, total)), 0, length)
     for span in spans:
         total = _logsumexp(logits(*span), total)
         mx.eval(total)
     assert total is not None  # there is a span: T >= 1
     pieces = []
     for span in spans:
-        pieces.append(reduce(mx.exp(logits(*span) - total)))
+        pieces.append(reduced(mx.exp(logits(*span) - total), *span))
         mx.eval(pieces[-1])
     return mx.concatenate(pieces, axis=-1)
 
@@ -109,8 +115,13 @@ def window_shape(view: LayerView) -> mx.array:
     return _over_window(view, _sum_window_shape)
 
 
-def window_cubes(view: LayerView) -> mx.array:
+def window_cubes(view: LayerView, gap: int) -> mx.array:
     """Cubed attention that each key gets from each query head, later queries counting more.
+
+    Args:
+        view: with queries.
+        gap: attention counts only from queries at least so many positions after the key:
+            what stands close by is read whatever it says.
 
     Returns:
         [H_q, T] float32: the sum over the W queries of c_i * a_i^3, where a_i is the attention
@@ -126,7 +137,7 @@ def window_cubes(view: LayerView) -> mx.array:
         late = lateness[first : first + weights.shape[2]]
         return (weights * weights * weights * late[:, None]).sum(axis=2)
 
-    return _by_query(view, cubes)
+    return _by_query(view, cubes, gap)
 
 
 def _over_window(view: LayerView, reduce: Reduce) -> mx.array:
@@ -137,8 +148,11 @@ def _over_window(view: LayerView, reduce: Reduce) -> mx.array:
     return _by_query(view, lambda weights, first: reduce(weights))
 
 
-def _by_query(view: LayerView, reduce: Callable[..., mx.array]) -> mx.array:
-    """As `_over_window`, with the index of the first of the queries told to `reduce`."""
+def _by_query(view: LayerView, reduce: Callable[..., mx.array], gap: int = 0) -> mx.array:
+    """As `_over_window`, with the index of the first of the queries told to `reduce`.
+
+    Attention to keys fewer than `gap` positions before the query counts as none.
+    """
     if view.queries is None:
         raise ConfigError(
             "no window queries for a policy that needs them",
@@ -165,6 +179,7 @@ def _by_query(view: LayerView, reduce: Callable[..., mx.array]) -> mx.array:
             view.scale,
             partial(reduce, first=start),
             sinks=view.sinks,
+            factors=_apart(length - width + start, stop - start, gap) if gap else None,
         )
         part = part.reshape(*part.shape[:-3], heads, visible)
         if visible < length:
@@ -211,6 +226,18 @@ def _sliding(x: mx.array, kernel: int, op: Callable[[mx.array, mx.array], mx.arr
             return result
         runs = op(runs[..., :-width], runs[..., width:])
         width *= 2
+
+
+def _apart(first: int, count: int, gap: int) -> Bias:
+    """1 where a key stands at least `gap` before the query, else 0; queries from `first` on."""
+
+    def factors(start: int, stop: int) -> mx.array:
+        if stop <= first - gap + 1:
+            return mx.array(1.0)
+        last = mx.arange(first - gap, first - gap + count)[:, None]
+        return (mx.arange(start, stop)[None] <= last).astype(mx.float32)
+
+    return factors
 
 
 def _causal(length: int, width: int) -> Bias:
