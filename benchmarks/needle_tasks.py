@@ -34,7 +34,8 @@ class Task:
 
     def __str__(self) -> str:
         similar = "" if self.n_keys == 1 else f", 1 of {self.n_keys}"
-        return f"{self.haystack}, {self.kind}{similar}{', tail' if self.tail else ''}"
+        tail = f", {len(self.tail.split())} words after" if self.tail else ""
+        return f"{self.haystack}, {self.kind}{similar}{tail}"
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,26 @@ _BOTH = (
     Task("filler", "number"),
     Task("filler", "short-number", n_keys=4),
 )
-#: Chosen on: every seed below 100,000.
-CHOOSE = SeedSet(
-    "choose",
-    1_000,
-    0,
-    (
-        *_BOTH,
-        *(
-            Task("prose", kind, tail="Answer in one short sentence and do not explain anything.")
-            for kind in ("number", "words")
-        ),
-    ),
+_SHORT, _LONG = (
+    "Answer in one short sentence and do not explain anything.",
+    "Answer in one short sentence. If the text does not contain the answer, say that you do not"
+    " know. Write plain English without lists, headings or quotations, and keep a friendly and"
+    " polite tone from the first word to the last.",
 )
+_OTHER_SHORT, _OTHER_LONG = (
+    "Say only the answer itself, without any other words.",
+    "Keep the answer as short as you can, in plain words, without any list or heading. If you are"
+    " not sure about it, say so honestly, and never make up anything that the text above does not"
+    " say.",
+)
+
+
+def _with_tails(*tails: str) -> tuple[Task, ...]:
+    return tuple(Task("prose", kind, tail=tail) for tail in tails for kind in ("number", "words"))
+
+
+#: Chosen on: every seed below 100,000.
+CHOOSE = SeedSet("choose", 1_000, 0, (*_BOTH, *_with_tails(_SHORT, _LONG)))
 #: Reported on: other seeds, the other half of the prose, and tasks that chose nothing.
 REPORT = SeedSet(
     "report",
@@ -103,10 +111,7 @@ REPORT = SeedSet(
         *_BOTH,
         Task("prose", "name"),
         Task("prose", "short-number", n_keys=4),
-        *(
-            Task("prose", kind, tail="Say only the answer itself, without any other words.")
-            for kind in ("number", "words")
-        ),
+        *_with_tails(_OTHER_SHORT, _OTHER_LONG),
     ),
 )
 SETS = {chosen.name: chosen for chosen in (CHOOSE, REPORT)}

@@ -105,6 +105,7 @@ def test_the_question_lies_inside_what_is_evicted_or_after_it(benchmark: Any) ->
 def test_the_sets_share_neither_text_nor_seeds(benchmark: Any) -> None:
     choose, report = benchmark.needle_tasks.CHOOSE, benchmark.needle_tasks.REPORT
     assert len({str(task) for task in report.tasks} - {str(task) for task in choose.tasks}) >= 2
+    assert len(set(map(str, report.tasks))) == len(report.tasks)
     assert not {t.tail for t in report.tasks if t.tail} & {t.tail for t in choose.tasks}
     task = next(task for task in choose.tasks if task.haystack == "prose")
     made = {s.name: list(s.prompts(task, 4, 300, words)) for s in (choose, report)}
