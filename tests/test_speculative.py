@@ -36,12 +36,14 @@ def evicted(kind: str) -> list[Any]:
     """The prompt's cache with 30 of 79 rows kept in each layer."""
     random = np.random.default_rng(0)
 
-    def draw() -> np.ndarray:
-        return np.sort(random.choice(LENGTH, 30, replace=False))
+    def draw(rows: int) -> np.ndarray:
+        return np.sort(random.choice(LENGTH, rows, replace=False))
 
-    heads = 1 if kind == "shared" else 2
-    layers = {i: LayerSelection(tuple(draw() for _ in range(heads))) for i in range(2)}
-    cache = kvkeep.evict_selection(prefilled(MODEL, PROMPT[:-1]), Selection(LENGTH, layers)).cache
+    counts = {"shared": (30,), "ragged": (41, 19), "union": (25, 35)}.get(kind, (30, 30))
+    layers = {i: LayerSelection(tuple(draw(rows) for rows in counts)) for i in range(2)}
+    store = kind if kind in ("ragged", "union") else "auto"
+    exact = prefilled(MODEL, PROMPT[:-1])
+    cache = kvkeep.evict_selection(exact, Selection(LENGTH, layers), store).cache
     if kind == "unequal heads":
         for layer in cache:
             layer.trim(30)
@@ -51,7 +53,9 @@ def evicted(kind: str) -> list[Any]:
     return cache
 
 
-KINDS = pytest.mark.parametrize("kind", ["shared", "per-head", "unequal heads", "quantised"])
+KINDS = pytest.mark.parametrize(
+    "kind", ["shared", "per-head", "ragged", "union", "unequal heads", "quantised"]
+)
 
 
 def speculated(
