@@ -246,9 +246,7 @@ def test_a_real_pipe(folder: str) -> None:
 def test_the_real_model_remembers_across_turns(demo_model: tuple[Any, Any]) -> None:
     """At a budget of 100 % three turns give the greedy tokens of exact caches."""
     model, tokenizer = demo_model
-    config = kvkeep.EvictionConfig(
-        policy="span", budget=kvkeep.Budget(1.0, "share"), min_tokens=0
-    )
+    config = kvkeep.EvictionConfig(policy="span", budget=kvkeep.Budget(1.0, "share"), min_tokens=0)
     conversation = Conversation(model, tokenizer, config=config, max_tokens=12)
     messages: list[dict[str, str]] = []
     for text in (

@@ -450,5 +450,6 @@ def test_every_allocation_and_store_lasts_many_turns(
         assert answer
         assert len(conversation.messages) == 2 * (turn + 1)
     held = [len(head) for layer in conversation.cache for head in layer.head_positions]
+    assert conversation.kv is not None
     appended = len(conversation.tokens) - conversation.kv.true_offset
     assert sum(held) / len(held) == 30 + appended

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from typing import Any
 
 from kvkeep.allocation.adaptive import Adaptive, Global
@@ -12,8 +10,7 @@ from kvkeep.allocation.cake import CakeLayers
 from kvkeep.allocation.duo import Duo
 from kvkeep.allocation.pyramid import Pyramid, PyramidKvpress
 from kvkeep.allocation.uniform import Uniform
-from kvkeep.errors import ConfigError
-from kvkeep.spec import EvictionConfig, load_head_profile
+from kvkeep.spec import EvictionConfig, load_head_profile, named, with_options
 
 _CLASSES: tuple[type[Allocation], ...] = (
     Uniform,
@@ -37,25 +34,7 @@ def get_allocation(name: str, **options: Any) -> Allocation:
     Raises:
         ConfigError: the name or an option is unknown to it.
     """
-    allocation = ALLOCATIONS.get(name) if isinstance(name, str) else None
-    if allocation is None:
-        near = difflib.get_close_matches(str(name), ALLOCATIONS, n=1, cutoff=0.4)
-        raise ConfigError(
-            "unknown allocation",
-            expected=f"one of {', '.join(sorted(ALLOCATIONS))}",
-            received=repr(name),
-            remedy=f"Did you mean {near[0]!r}?" if near else None,
-        )
-    known = {field.name for field in dataclasses.fields(allocation)}
-    given = {key: value for key, value in options.items() if value is not None}
-    if unknown := sorted(set(given) - known):
-        raise ConfigError(
-            f"allocation {name!r} has no option {unknown[0]!r}",
-            expected=f"options {', '.join(sorted(known)) or '(none)'}",
-            received=f"{unknown[0]}={given[unknown[0]]!r}",
-            remedy="Leave it out, or choose an allocation that has it.",
-        )
-    return allocation(**given)
+    return with_options("allocation", named("allocation", name, ALLOCATIONS), name, options)
 
 
 def allocation_of(config: EvictionConfig) -> Allocation:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from kvkeep.errors import ConfigError
 from kvkeep.haystack.filling import CountTokens, Hidden, filled, spread_depths
 from kvkeep.haystack.text import Haystack, library_prose
 from kvkeep.haystack.values import KINDS, PLACES, ValueKind
-from kvkeep.spec import checked_count
+from kvkeep.spec import checked_count, named
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def needle_prompt(
     Raises:
         ConfigError: an argument is out of range, or the document is too short for it.
     """
-    value_kind = _kind(kind)
+    value_kind = named("kind of needle", kind, KINDS)
     keys = checked_count("n_keys", n_keys, 1)
     several = checked_count("n_values", n_values, 1)
     if keys > len(PLACES):
@@ -172,19 +171,6 @@ def needle_prompts(
             n_keys=n_keys,
             n_values=n_values,
         )
-
-
-def _kind(name: str) -> ValueKind:
-    found = KINDS.get(name)
-    if found is None:
-        near = difflib.get_close_matches(name, KINDS, n=1, cutoff=0.4)
-        raise ConfigError(
-            f"unknown kind of needle {name!r}",
-            expected=f"one of {', '.join(KINDS)}",
-            received=name,
-            remedy=f"Did you mean {near[0]!r}?" if near else None,
-        )
-    return found
 
 
 def _distinct_values(kind: ValueKind, count: int, draw: random.Random) -> list[str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any
 
-from kvkeep.errors import ConfigError
 from kvkeep.policies.base import Policy
 from kvkeep.policies.cake import Cake
 from kvkeep.policies.chunkkv import ChunkKV
@@ -28,7 +26,7 @@ from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.snapkv_d import SnapKVD
 from kvkeep.policies.span import Span
 from kvkeep.policies.tova import Tova
-from kvkeep.spec import EvictionConfig
+from kvkeep.spec import EvictionConfig, named, with_options
 
 _CLASSES: tuple[type[Policy], ...] = (
     SnapKVD,
@@ -82,25 +80,7 @@ def get_policy(name: str, **options: Any) -> Policy:
     Raises:
         ConfigError: the name or an option is unknown to it.
     """
-    policy = POLICIES.get(name)
-    if policy is None:
-        near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.4)
-        raise ConfigError(
-            f"unknown eviction policy {name!r}",
-            expected=f"one of {', '.join(sorted(POLICIES))}",
-            received=name,
-            remedy=f"Did you mean {near[0]!r}?" if near else None,
-        )
-    known = {field.name for field in dataclasses.fields(policy)}
-    given = {key: value for key, value in options.items() if value is not None}
-    if unknown := sorted(set(given) - known):
-        raise ConfigError(
-            f"policy {name!r} has no option {unknown[0]!r}",
-            expected=f"options {', '.join(sorted(known)) or '(none)'}",
-            received=f"{unknown[0]}={given[unknown[0]]!r}",
-            remedy="Leave it out, or choose a policy that has it.",
-        )
-    return policy(**given)
+    return with_options("policy", named("eviction policy", name, POLICIES), name, options)
 
 
 def policy_of(config: EvictionConfig) -> Policy:

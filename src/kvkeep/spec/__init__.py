@@ -11,6 +11,7 @@ from kvkeep.spec.config import (
     parse_ranges,
 )
 from kvkeep.spec.head_profile import HeadProfile, load_head_profile
+from kvkeep.spec.naming import named, with_options
 from kvkeep.spec.results import (
     CompactionTimes,
     HeadPartitionedEvictionResult,
@@ -44,5 +45,7 @@ __all__ = [
     "checked_count",
     "checked_positions",
     "load_head_profile",
+    "named",
     "parse_ranges",
+    "with_options",
 ]

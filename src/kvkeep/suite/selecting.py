@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import time
 from collections.abc import Sequence
 from numbers import Real
@@ -19,7 +18,7 @@ from kvkeep.compaction import checked_prompt, evict_selection
 from kvkeep.errors import BudgetError, ConfigError, KvkeepError, SelectionError
 from kvkeep.policies import POLICIES, Policy, get_policy
 from kvkeep.selection import random_indices, select_rows, sink_recent_indices
-from kvkeep.spec import Budget, LayerSelection, Selection, checked_count
+from kvkeep.spec import Budget, LayerSelection, Selection, checked_count, named
 from kvkeep.suite.reading import copy_cache, exact_layers
 from kvkeep.suite.scoring import attention_window_scores, checked_pooling, fed_on_copy
 from kvkeep.views import layer_view
@@ -189,15 +188,7 @@ def _resolved(policy: str | Policy) -> str | Policy:
     if isinstance(policy, str):
         if policy in SUITE_POLICIES:
             return policy
-        if policy not in POLICIES:
-            known = {*SUITE_POLICIES, *POLICIES}
-            near = difflib.get_close_matches(policy, sorted(known), n=1, cutoff=0.4)
-            raise ConfigError(
-                "unknown policy",
-                expected=f"one of {', '.join(sorted(known))}",
-                received=repr(policy),
-                remedy=f"Did you mean {near[0]!r}?" if near else None,
-            )
+        named("policy", policy, {**dict.fromkeys(SUITE_POLICIES), **POLICIES})
         policy = get_policy(policy)
     needs = getattr(policy, "needs", None)
     if needs is None:
