@@ -79,6 +79,7 @@ _BOTH = (
     Task("prose", "word"),
     Task("prose", "words"),
     Task("prose", "number", n_keys=4),
+    Task("prose", "short-number", n_keys=4),
     Task("filler", "number"),
     Task("filler", "short-number", n_keys=4),
 )
@@ -110,7 +111,6 @@ REPORT = SeedSet(
     (
         *_BOTH,
         Task("prose", "name"),
-        Task("prose", "short-number", n_keys=4),
         *_with_tails(_OTHER_SHORT, _OTHER_LONG),
     ),
 )
