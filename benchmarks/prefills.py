@@ -19,7 +19,7 @@ from workloads import Options, prompt_model, random_prompt
 from kvkeep import Budget, EvictionConfig, compact_prompt_cache
 
 STOCK = "stock prefill"
-POLICIES = ("snapkv-d", "snapkv")
+POLICIES = ("snapkv-d", "snapkv", "span")
 BUDGET = 0.25
 
 
