@@ -8,6 +8,7 @@ from functools import partial
 import mlx.core as mx
 
 from kvkeep.errors import ConfigError
+from kvkeep.policies.softmax import exp, softmax
 from kvkeep.spec import LayerView
 
 # Bound of one float32 temporary. A handful are alive at once, so scoring stays under
@@ -69,15 +70,15 @@ def window_attention(
     if len(spans) == 1:
         scores = logits(0, length)
         if total is None:  # one exponential per weight instead of two: they are the cost here
-            return reduced(mx.softmax(scores, axis=-1), 0, length)
-        return reduced(mx.exp(scores - _logsumexp(scores, total)), 0, length)
+            return reduced(softmax(scores), 0, length)
+        return reduced(exp(scores - _logsumexp(scores, total)), 0, length)
     for span in spans:
         total = _logsumexp(logits(*span), total)
         mx.eval(total)
     assert total is not None  # there is a span: T >= 1
     pieces = []
     for span in spans:
-        pieces.append(reduced(mx.exp(logits(*span) - total), *span))
+        pieces.append(reduced(exp(logits(*span) - total), *span))
         mx.eval(pieces[-1])
     return mx.concatenate(pieces, axis=-1)
 
