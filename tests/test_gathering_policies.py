@@ -20,6 +20,7 @@ from kvkeep import get_policy
 from kvkeep.errors import ConfigError
 from kvkeep.policies.compactor import compactor_scores
 from kvkeep.policies.leverage import leverage_scores, sketch_of
+from kvkeep.selection import select_rows
 
 PLAIN = {"covariance": False, "value_norm": False}
 KEEPS = {"r25": 150, "r50": 100, "r75": 50, "r90": 20}
@@ -67,6 +68,10 @@ def test_compactor_with_the_sketch_of_kvpress(ratio: str) -> None:
         ]
     )
     assert_same_scores(scores, press[f"scores_{ratio}"], signed=True)
+    theirs = press[f"kept_{ratio}"]
+    assert press[f"exact_{ratio}"].all()
+    for mine, right in zip(scores, theirs, strict=True):
+        np.testing.assert_array_equal(select_rows(mine, theirs.shape[-1]), right)
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 256])
