@@ -189,6 +189,9 @@ def test_a_profile_of_another_model_is_refused_by_both_names() -> None:
 def test_identity_sees_what_matters() -> None:
     plain = model_identity(tiny_llama())
     assert model_identity(tiny_llama()) == plain
+    through_float32 = tiny_llama()
+    through_float32.args.rms_norm_eps = 9.999999747378752e-06
+    assert model_identity(through_float32) == plain
     half = tiny_llama()
     half.set_dtype(mx.float16)
     assert model_identity(half) == plain

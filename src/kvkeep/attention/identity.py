@@ -58,7 +58,12 @@ def _settings(model: Any) -> dict[str, Any]:
         known = dataclasses.asdict(args)
     else:
         known = dict(getattr(args, "__dict__", {}))
-    return {name: value for name, value in known.items() if "path" not in name}
+    return {name: _rounded(value) for name, value in known.items() if "path" not in name}
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six digits: converters that go through float32 write 9.99999975e-06 for 1e-05."""
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def _sample(weight: mx.array) -> bytes:
