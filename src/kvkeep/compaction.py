@@ -16,9 +16,11 @@ from kvkeep.attention import (
     Observation,
     ProgressCallback,
     RepeatPrompt,
+    find_parts,
     model_name,
     observed_prefill,
     repeated,
+    replay_queries,
     require_profile_of,
     require_repeatable,
     unchanged_on_error,
@@ -38,6 +40,7 @@ from kvkeep.choosing import Chooser, require_choosable, require_compatible
 from kvkeep.errors import (
     BudgetError,
     CacheError,
+    ConfigError,
     PromptError,
     SelectionError,
     UnsupportedModelError,
@@ -214,7 +217,8 @@ def prefill_and_compact(
         require_choosable(cache, layers, config, policy)
         if "replay" in policy.needs:
             require_repeatable(cache, layers, policy.name)
-        _require_room(cache, layers, config, length)
+        if all(is_plain(cache[i]) for i in layers):
+            require_room(config, length)
     start = time.perf_counter()
     with unchanged_on_error(cache):
         seen = observed_prefill(
@@ -241,19 +245,70 @@ def prefill_and_compact(
     return replace(result, times=replace(result.times, prefill=prefill, score=score))
 
 
+def sees_all_from_replay(policy: Policy) -> bool:
+    """Whether a policy can score a cache that was filled unobserved: it reads no more of the
+    prefill than the last queries."""
+    return not {"attention", "replay"} & policy.needs
+
+
+def compact_prefilled(
+    model: Any, tokens: Sequence[int], cache: list[Any], config: EvictionConfig
+) -> SnapKVEvictionResult:
+    """Compact a cache that was filled without observation, as by mlx-lm's batch generator.
+
+    The last W tokens run a second time for their queries (see `replay_queries`).
+
+    Args:
+        tokens: the T token ids that the cache holds.
+        cache: one request's cache list; stays as it is.
+
+    Raises:
+        ConfigError: the policy looks at more of the prefill than its last queries, or its
+            budget does not hold what is protected.
+        CacheError, UnsupportedModelError: a layer cannot be trimmed, or the model's queries
+            cannot be seen.
+    """
+    policy, allocation = policy_of(config), allocation_of(config)
+    require_compatible(config, policy, allocation)
+    if not sees_all_from_replay(policy):
+        raise ConfigError(
+            f"policy {policy.name!r} must see the whole prefill",
+            expected="a policy that scores by the prompt's last queries, or by its rows alone",
+            received=policy.name,
+        )
+    if allocation.head_profile is not None:
+        require_profile_of(allocation.head_profile, model)
+    layers = evictable_layers(model, cache)
+    length, rows = cache[layers[0]].offset, cache[layers[0]].size()
+    if length <= config.min_tokens or rows <= _known_rows(config.limit, length):
+        return _result(list(cache), Selection(length, {}), cache_nbytes(cache))
+    require_choosable(cache, layers, config, policy)
+    start = time.perf_counter()
+    parts = find_parts(model, cache, layers, policy.needs, policy.name)
+    window = max(policy.observation_window, allocation.window)
+    # One token tells whether the seam sees a model that no query is needed of.
+    last = tokens[-max(window, 1) :]
+    observers = replay_queries(model, cache, last, layers, policy=policy.name, needed=window > 0)
+    seen = Observation(observers, parts=parts)
+    selection = choose_observed(cache, layers, seen, config, policy, allocation)
+    score = time.perf_counter() - start
+    result = store_selection(list(cache), selection, config.store)
+    return replace(result, times=replace(result.times, score=score))
+
+
 def _known_rows(budget: Budget, length: int) -> int:
     """Rows that a budget allows where that is known without the cache, else 0."""
     return 0 if budget.unit == "bytes" else budget.rows(length)
 
 
-def _require_room(cache: list[Any], layers: list[int], config: EvictionConfig, length: int) -> None:
-    """Refuse a budget below what is protected before the prompt is computed, where known.
+def require_room(config: EvictionConfig, length: int) -> None:
+    """Refuse a budget below what is protected of `length` positions, where that is known
+    before they are computed.
 
     Raises:
         BudgetError: it is.
     """
-    keep = _known_rows(config.limit, length)
-    if keep and all(is_plain(cache[i]) for i in layers):
+    if keep := _known_rows(config.limit, length):
         inside = np.zeros(length, dtype=np.bool_)
         for first, stop in config.protect:
             inside[first:stop] = True

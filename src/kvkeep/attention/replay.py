@@ -15,7 +15,13 @@ from kvkeep.errors import CacheError, PromptError
 
 
 def replay_queries(
-    model: Any, cache: list[Any], tokens: Sequence[int], layers: list[int], *, policy: str
+    model: Any,
+    cache: list[Any],
+    tokens: Sequence[int],
+    layers: list[int],
+    *,
+    policy: str,
+    needed: bool = True,
 ) -> Mapping[int, WindowObserver]:
     """Trim the last W tokens, run them again under observation, restore their rows.
 
@@ -28,6 +34,7 @@ def replay_queries(
         tokens: the last W token ids that the cache holds.
         layers: indices of the layers to observe.
         policy: named in refusals.
+        needed: False accepts a model whose queries are not seen, as `require_visible` does.
 
     Raises:
         PromptError: no tokens, or more than the cache holds.
@@ -57,8 +64,8 @@ def replay_queries(
             layer.trim(width)
         with observing(cache, layers, width) as observers:
             model(mx.array(list(tokens))[None], cache=cache)
-            require_visible(observers, model, policy)
-            mx.eval([o.queries for o in observers.values()])
+            require_visible(observers, model, policy, queries=needed)
+            mx.eval([o.queries for o in observers.values() if o.queries is not None])
     finally:
         for give_back in restore:
             give_back()

@@ -96,20 +96,26 @@ _UNSET = {
 }
 
 
-def add_eviction_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the --kv-* flags; one that is not given stays None in the arguments."""
+def add_eviction_flags(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the --kv-* flags; one that is not given stays None in the arguments.
+
+    Args:
+        default: of --kv-eviction, where it is not the recommended policy.
+    """
+    policy = default or RECOMMENDED.policy
     group = parser.add_argument_group(
         "eviction", "Rows of the prompt's KV cache are evicted once, after the prompt was read."
     )
     group.add_argument(
         "--kv-eviction",
         metavar="POLICY",
+        default=default,
         help=f"which rows matter: {', '.join(sorted(POLICIES))}; {EVICTION_OFF} keeps every row,"
-        f" and the other flags of this group then do nothing (default: {RECOMMENDED.policy})",
+        f" and the other flags of this group then do nothing (default: {policy})",
     )
     for flag, setting, kind, text in _FLAGS:
-        default = getattr(RECOMMENDED, setting)
-        shown = _UNSET.get(setting) if default in (None, ()) else str(default).replace("%", "%%")
+        value = getattr(RECOMMENDED, setting)
+        shown = _UNSET.get(setting) if value in (None, ()) else str(value).replace("%", "%%")
         names = f": {', '.join(_NAMES[setting])}" if setting in _NAMES else ""
         group.add_argument(
             f"--kv-{flag}",

@@ -60,7 +60,7 @@ def load_model(
         DemoModelError: the demo model cannot be fetched.
     """
     place = resolve_model(name)
-    if _is_path(place) and not Path(place).is_dir():
+    if is_path(place) and not Path(place).is_dir():
         raise ConfigError(
             f"{flag} {name}: there is no such folder", expected=_EXPECTED, received=name
         )
@@ -92,7 +92,7 @@ def mention_demo(parser: argparse.ArgumentParser) -> None:
     action.help = f'{action.help} "{DEMO_NAME}" is a small real model, fetched on first use.'
 
 
-def _is_path(place: str) -> bool:
+def is_path(place: str) -> bool:
     """Whether a name is a path and cannot be a hub repository ("name" or "owner/name")."""
     return place.startswith((".", "~", os.sep)) or place.count("/") > 1 or place.endswith("/")
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from kvkeep import __version__
-from kvkeep.cli import chat, generate, heads, model, policies
+from kvkeep.cli import chat, generate, heads, model, policies, serve
 from kvkeep.errors import KvkeepError
 
 #: In the order of `kvkeep --help`.
-COMMANDS = (generate, chat, policies, heads, model)
+COMMANDS = (generate, chat, serve, policies, heads, model)
 
 USER_FAULT, INTERRUPTED = 2, 130
 
@@ -53,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 2 for a user's fault, 130 after Ctrl-C.
     """
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, others = parser.parse_known_args(argv)
+    if others and "mlx_flags" not in args:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    args.mlx_flags = others
     if "run" not in args:
         parser.print_help()
         return 0

@@ -1,0 +1,97 @@
+"""`kvkeep serve`: mlx_lm.server with eviction under continuous batching."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from kvkeep.cli.flags import EVICTION_OFF, add_eviction_flags, eviction_config
+from kvkeep.cli.loading import is_path, mention_demo
+from kvkeep.demo_model import resolve_model
+from kvkeep.errors import ConfigError
+from kvkeep.generation import RECOMMENDED
+from kvkeep.server import ServerSettings, serve
+
+_KEY = "KVKEEP_API_KEY"
+_PROTECT_SYSTEM = "system"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `serve`: our flags; those that it does not know go to mlx_lm.server's parser."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="answer OpenAI-style requests over compact caches",
+        description="An OpenAI-compatible server. Every flag of mlx_lm.server is taken and means"
+        " what it means there (see mlx_lm.server --help).",
+        allow_abbrev=False,  # what is no flag of ours is mlx-lm's
+    )
+    parser.add_argument("--model", help="the model folder or repository to serve.")
+    add_eviction_flags(parser, default=EVICTION_OFF)
+    group = parser.add_argument_group("doors")
+    group.add_argument(
+        "--api-key",
+        default=os.environ.get(_KEY),
+        help=f"what clients must send as their key (default: ${_KEY}, or no key)",
+    )
+    group.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=ServerSettings.max_body_bytes,
+        metavar="N",
+        help="longest request body (default: %(default)s)",
+    )
+    group.add_argument(
+        "--allow-model-paths",
+        action="store_true",
+        help="let requests name any model or adapter, which is then loaded or downloaded",
+    )
+    mention_demo(parser)
+    parser.set_defaults(run=run, mlx_flags=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted; exit status 0.
+
+    Raises:
+        KvkeepError: a flag or the model is at fault.
+    """
+    if args.max_body_bytes < 1:
+        raise ConfigError(
+            "bad value for --max-body-bytes", expected="at least 1", received=args.max_body_bytes
+        )
+    settings = settings_of(args)
+    flags = list(args.mlx_flags)
+    if args.model is not None:
+        place = resolve_model(args.model)
+        if is_path(place) and not Path(place).is_dir():
+            raise ConfigError(f"--model {args.model}: there is no such folder")
+        flags += ["--model", place]
+    serve(flags, settings)
+    return 0
+
+
+def settings_of(args: argparse.Namespace) -> ServerSettings:
+    """What our flags ask for.
+
+    Raises:
+        ConfigError: a value is out of range, or a name is unknown.
+    """
+    system = args.kv_protect == _PROTECT_SYSTEM
+    named = {**vars(args)}
+    if system:
+        named["kv_protect"] = None
+    evicting = args.kv_eviction != EVICTION_OFF
+    if not evicting:  # what requests that switch it on start from
+        named["kv_eviction"] = RECOMMENDED.policy
+    config = eviction_config(argparse.Namespace(**named))
+    assert config is not None
+    return ServerSettings(
+        config=config,
+        evicting=evicting,
+        protect_system=system,
+        model=args.model,
+        allow_model_paths=args.allow_model_paths,
+        api_key=args.api_key or None,
+        max_body_bytes=args.max_body_bytes,
+    )

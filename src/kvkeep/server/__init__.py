@@ -1,0 +1,6 @@
+"""An OpenAI-compatible server: mlx_lm.server with eviction under continuous batching."""
+
+from kvkeep.server.serving import serve
+from kvkeep.server.settings import KvRequest, ServerSettings, parse_kv
+
+__all__ = ["KvRequest", "ServerSettings", "parse_kv", "serve"]

@@ -1,0 +1,95 @@
+"""Faults as OpenAI's clients read them: a status and {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from kvkeep.errors import KvkeepError
+
+_CODES = {401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 413: "too_large"}
+
+
+class RequestError(KvkeepError):
+    """A request is refused.
+
+    Args:
+        problem: one sentence.
+        param: the field at fault, as "kv.budget".
+        status: HTTP status, 400 unless said otherwise.
+        code: short name of the fault.
+        expected, received, remedy: as in `KvkeepError`.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        expected: str | None = None,
+        received: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(problem, expected=expected, received=received, remedy=remedy)
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a client is told. `message` is None where mlx-lm's own answer says it."""
+
+    status: int
+    message: str | None
+    param: str | None = None
+    code: str | None = None
+
+    def body(self, said: bytes = b"") -> bytes:
+        """The JSON body; `said` is what mlx-lm would have answered."""
+        message = self.message or _text_of(said) or HTTPStatus(self.status).phrase
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error: dict[str, Any] = {
+            "message": message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code or _CODES.get(self.status),
+        }
+        return json.dumps({"error": error}).encode()
+
+
+def fault_of(error: BaseException | None, status: int) -> Fault:
+    """The fault that an error means; `status` where the error itself does not say it."""
+    if isinstance(error, RequestError):
+        return Fault(error.status, str(error), error.param, error.code)
+    if isinstance(error, KvkeepError):
+        return Fault(400, str(error))
+    return Fault(status, None if error is None else str(error) or type(error).__name__)
+
+
+class FaultWriter:
+    """Stands in for a handler's `wfile`: whatever is written, the fault's body is sent."""
+
+    def __init__(self, wfile: Any, fault: Fault) -> None:
+        self._wfile = wfile
+        self._fault = fault
+
+    def write(self, said: bytes) -> int:
+        """Send the fault in place of `said`."""
+        return self._wfile.write(self._fault.body(said))
+
+    def flush(self) -> None:
+        """Flush the handler's own file."""
+        self._wfile.flush()
+
+
+def _text_of(said: bytes) -> str | None:
+    text = said.decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        return text or None

@@ -1,0 +1,187 @@
+"""mlx-lm's HTTP handler with `kv` in requests, `usage.kv` in answers, and its doors guarded."""
+
+from __future__ import annotations
+
+import hmac
+import io
+import json
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from mlx_lm.server import APIHandler, CompletionRequest
+
+from kvkeep.server.bodies import check_body, read_body
+from kvkeep.server.faults import Fault, FaultWriter, RequestError, fault_of
+from kvkeep.server.models import DEFAULT, require_allowed
+from kvkeep.server.responses import EvictingResponses, PlannedRequest
+from kvkeep.server.settings import KvRequest, ServerSettings, parse_kv
+
+_log = logging.getLogger(__name__)
+_CHUNK = 2**16
+
+
+class EvictingHandler(APIHandler):
+    """An `APIHandler` that answers every fault in OpenAI's shape."""
+
+    response_generator: EvictingResponses
+    kv: KvRequest
+    stream = False
+    _fault: Fault | None = None
+    _sent = False  # whether the headers are with the client
+
+    @property
+    def settings(self) -> ServerSettings:
+        """What the server was started with."""
+        return self.response_generator.settings
+
+    # -- requests ----------------------------------------------------------------------
+
+    def do_GET(self) -> None:
+        """Answer a GET as mlx-lm does; all but /health asks for the key."""
+        self._answering(super().do_GET, guarded=self.path != "/health")
+
+    def do_POST(self) -> None:
+        """Answer a POST as mlx-lm does, once its body is known to be sound."""
+        self._answering(self._post, guarded=True)
+
+    def _post(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            if length.startswith("-"):
+                raise RequestError("bad Content-Length", received=length)
+            super().do_POST()  # missing or unreadable: mlx-lm answers before it reads
+            return
+        raw = self._read(int(length))
+        body = read_body(raw)
+        check_body(body)
+        require_allowed(body, self.response_generator.cli_args, self.settings)
+        self.kv = parse_kv(body.get("kv"), self.settings)
+        rest, self.rfile = self.rfile, io.BytesIO(raw)
+        try:
+            super().do_POST()
+        finally:
+            self.rfile = rest
+
+    def _answering(self, answer: Callable[[], None], *, guarded: bool) -> None:
+        out = self.wfile
+        self._sent, self._fault = False, None
+        try:
+            if guarded:
+                self._require_key()
+            answer()
+        except ConnectionError:
+            _log.debug("The client is gone")
+        except Exception as error:
+            self.wfile = out
+            self._fail(error)
+        finally:
+            self.wfile = out
+
+    def _require_key(self) -> None:
+        key = self.settings.api_key
+        if key is None:
+            return
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise RequestError("missing or wrong API key", status=401, code="invalid_api_key")
+
+    def _read(self, length: int) -> bytes:
+        most = self.settings.max_body_bytes
+        if length <= most:
+            return self.rfile.read(length)
+        left = min(length, 2 * most)  # most clients read an answer only once all is sent
+        while left > 0 and (chunk := self.rfile.read(min(left, _CHUNK))):
+            left -= len(chunk)
+        raise RequestError(
+            "the body is too large", status=413, expected=f"at most {most} bytes", received=length
+        )
+
+    def validate_model_parameters(self) -> None:
+        """Check mlx-lm's fields; its complaint becomes a fault that names no thread's end.
+
+        Raises:
+            RequestError: a field has the wrong type or is out of range.
+        """
+        if self.stream_options is not None:
+            self.stream_options.setdefault("include_usage", False)
+        try:
+            super().validate_model_parameters()
+        except (ValueError, TypeError, OverflowError) as error:
+            name = str(error).partition(" ")[0]
+            param = name if name in vars(self) else None
+            raise RequestError(str(error), param=_SPELLED.get(name, param)) from error
+
+    def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
+        """Answer a completion; the request carries what it asks of its cache."""
+        super().handle_completion(PlannedRequest(**vars(request), kv=self.kv), stop_words)
+
+    def handle_models_request(self) -> None:
+        """List the models that a request may name."""
+        if self.settings.allow_model_paths:
+            super().handle_models_request()
+            return
+        name = self.settings.model or self.response_generator.cli_args.model or DEFAULT
+        models = [{"id": name, "object": "model", "created": self.created}]
+        self._set_completion_headers(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"object": "list", "data": models}).encode())
+
+    # -- answers -----------------------------------------------------------------------
+
+    def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """One packet of the answer, with `usage.kv` where it has a usage."""
+        return self._with_kv(super().generate_response(*args, **kwargs))
+
+    def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The last packet of a stream, with `usage.kv`."""
+        return self._with_kv(super().completion_usage_response(*args, **kwargs))
+
+    def _with_kv(self, response: dict[str, Any]) -> dict[str, Any]:
+        if self.kv.failure is not None:
+            raise self.kv.failure
+        if self.kv.report is not None and "usage" in response:
+            response["usage"]["kv"] = self.kv.report
+        return response
+
+    # -- faults ------------------------------------------------------------------------
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        self._fault = None
+        if status_code >= 400:
+            # mlx-lm calls this while it handles the error, and answers 404 to most of them.
+            self._fault = self._fault_of(sys.exception(), status_code)
+            status_code = self._fault.status
+        super()._set_completion_headers(status_code)
+
+    def end_headers(self) -> None:
+        """Send the headers; after those of a fault, its body goes out whatever is written."""
+        super().end_headers()
+        self._sent = True
+        if self._fault is not None:
+            self.wfile = FaultWriter(self.wfile, self._fault)  # type: ignore[assignment]
+
+    def _fault_of(self, error: BaseException | None, status: int) -> Fault:
+        if not self.response_generator.is_healthy:
+            return Fault(503, "the server's generation thread has ended")
+        if isinstance(error, ValueError | TypeError | KeyError) and status == 404:
+            status = 400  # of the request: what loads no model raises otherwise
+        return fault_of(error, status)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the client of an error that came after mlx-lm's own checks."""
+        fault = self._fault_of(error, 500)
+        if fault.status >= 500:
+            _log.exception("A request failed")
+        if not self._sent:
+            self._headers_buffer: list[bytes] = []
+            super()._set_completion_headers(fault.status)
+            super().end_headers()
+            self.wfile.write(fault.body())
+        elif self.stream:
+            self.wfile.write(b"data: " + fault.body() + b"\n\n")
+
+
+# mlx-lm's attributes that are not called as the field is.
+_SPELLED = {"requested_model": "model", "adapter": "adapters"}

@@ -1,0 +1,52 @@
+"""`usage.kv`: what became of a request's cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvkeep.compaction import cache_nbytes
+from kvkeep.server.settings import EVICTION_OFF
+from kvkeep.spec import EvictionConfig, SnapKVEvictionResult
+
+
+def report_of(
+    config: EvictionConfig, result: SnapKVEvictionResult, seconds: float
+) -> dict[str, Any]:
+    """The report of a compaction of all but the prompt's last token.
+
+    That token is read afterwards and stays: it counts in both numbers of tokens, and in no
+    number of bytes.
+    """
+    return _report(
+        config.policy,
+        result.original_tokens,
+        result.retained_tokens,
+        (result.exact_cache_nbytes, result.compact_cache_nbytes),
+        seconds,
+        result.evicted,
+    )
+
+
+def exact_report(held: int, cache: list[Any]) -> dict[str, Any]:
+    """The report of a cache that keeps its `held` rows."""
+    size = cache_nbytes(cache)
+    return _report(EVICTION_OFF, held, held, (size, size), 0.0, False)
+
+
+def _report(
+    policy: str,
+    held: int,
+    kept: int,
+    nbytes: tuple[int, int],
+    seconds: float,
+    evicted: bool,
+) -> dict[str, Any]:
+    return {
+        "policy": policy,
+        "prompt_tokens": held + 1,
+        "retained_tokens": kept + 1,
+        "exact_bytes": nbytes[0],
+        "compact_bytes": nbytes[1],
+        "compact_ms": round(1000 * seconds, 3),
+        "evicted": evicted,
+    }

@@ -1,0 +1,175 @@
+"""mlx-lm's response generator, which knows what each request asks of its cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.server import CompletionRequest, GenerationArguments, ModelProvider, ResponseGenerator
+
+from kvkeep.compaction import require_room
+from kvkeep.generation import refuse_unevictable
+from kvkeep.server import current
+from kvkeep.server.faults import RequestError
+from kvkeep.server.models import canonical
+from kvkeep.server.prompt_cache import ExactPromptCache
+from kvkeep.server.settings import KvRequest, ServerSettings
+from kvkeep.spec import EvictionConfig
+
+_SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass
+class PlannedRequest(CompletionRequest):
+    """mlx-lm's request, and what it asks of its cache."""
+
+    kv: KvRequest = field(default_factory=KvRequest)
+
+
+@dataclass
+class PlannedArguments(GenerationArguments):
+    """mlx-lm's arguments, and what the request asks of its cache."""
+
+    kv: KvRequest = field(default_factory=KvRequest)
+
+
+class EvictingResponses(ResponseGenerator):
+    """A `ResponseGenerator` that plans each request before mlx-lm's loop starts it."""
+
+    def __init__(
+        self,
+        model_provider: ModelProvider,
+        prompt_cache: ExactPromptCache,
+        settings: ServerSettings,
+    ) -> None:
+        self.settings = settings  # before mlx-lm starts its thread
+        super().__init__(model_provider, prompt_cache)
+
+    def generate(
+        self,
+        request: CompletionRequest,
+        generation_args: GenerationArguments,
+        progress_callback: Callable[[int, int], None] | None = None,
+    ) -> Any:
+        """Queue a request; see mlx-lm."""
+        kv = request.kv if isinstance(request, PlannedRequest) else KvRequest()
+        args = PlannedArguments(**vars(generation_args), kv=kv)
+        args.model = canonical(args.model, self.cli_args, self.settings)
+        return super().generate(request, args, progress_callback)
+
+    def _is_batchable(self, args: PlannedArguments) -> bool:
+        return super()._is_batchable(args) and (
+            args.kv.config is None or (args.kv.sees_all_from_replay and self._can_replay())
+        )
+
+    def _can_replay(self) -> bool:
+        """Whether every layer gives back the window's rows (see `replay_queries`)."""
+        model: Any = self.model_provider.model
+        return all(type(layer) is KVCache for layer in make_prompt_cache(model))
+
+    def _tokenize(
+        self, tokenizer: Any, request: CompletionRequest, args: PlannedArguments
+    ) -> tuple[Any, ...]:
+        """Tokenize, and leave the request's plan for this thread's next steps.
+
+        Raises:
+            RequestError, KvkeepError: what the prompt and the tokenizer show to be wrong.
+        """
+        current.put(None)
+        made = super()._tokenize(tokenizer, request, args)
+        prompt, vision = made[0], made[-1]
+        _check(prompt, tokenizer, args)
+        kv = args.kv
+        if kv.config is not None:
+            if vision is not None:
+                raise RequestError(
+                    "prompts with images cannot be evicted",
+                    param="kv",
+                    remedy='Send {"kv": {"eviction": "none"}}.',
+                )
+            kv.config = self._for_prompt(kv, tokenizer, request, args, prompt)
+        batched = vision is None and self._is_batchable(args)
+        if batched:
+            unread = 1
+        elif kv.sees_all_from_replay:
+            unread = kv.observed_tokens
+        else:
+            unread = len(prompt)
+        current.put(current.Plan(kv, prompt, unread, batched))
+        return made
+
+    def _for_prompt(
+        self,
+        kv: KvRequest,
+        tokenizer: Any,
+        request: CompletionRequest,
+        args: PlannedArguments,
+        prompt: list[int],
+    ) -> EvictionConfig:
+        """The request's config with the system prompt's range; refused where it cannot be."""
+        config = kv.config
+        assert config is not None
+        if self._is_distributed:
+            raise RequestError("eviction does not run under mlx.launch", param="kv")
+        refuse_unevictable(config, {"kv_bits": self.cli_args.kv_bits})
+        if kv.protect_system:
+            stop = self._system_stop(tokenizer, request, args, prompt)
+            if stop:
+                config = replace(config, protect=((0, stop), *config.protect))
+        held = len(prompt) - 1
+        if held > config.min_tokens:
+            require_room(config, held)
+        return config
+
+    def _system_stop(
+        self,
+        tokenizer: Any,
+        request: CompletionRequest,
+        args: PlannedArguments,
+        prompt: list[int],
+    ) -> int:
+        """Tokens before the first message that is no system message: those, and tool schemas.
+
+        It is where the prompt parts from two others that differ in the first user's words.
+        """
+        if request.request_type != "chat":
+            raise RequestError(
+                "a text completion has no system prompt",
+                param="kv.protect",
+                expected="position ranges",
+            )
+        head = []
+        for message in request.messages:
+            if message.get("role") not in _SYSTEM_ROLES:
+                break
+            head.append(message)
+        if not head and not request.tools:
+            return 0
+        prompts = [prompt]
+        for words in ("a", "b"):
+            user = {"role": "user", "content": words}
+            other = replace(request, messages=[*copy.deepcopy(head), user])
+            prompts.append(super()._tokenize(tokenizer, other, args)[0])
+        columns = zip(*prompts, strict=False)
+        return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def _check(prompt: list[int], tokenizer: Any, args: GenerationArguments) -> None:
+    """Refuse what would end mlx-lm's generation thread, and every request with it."""
+    if not prompt:
+        raise RequestError("empty prompt", param="prompt", expected="at least one token")
+    size = tokenizer.vocab_size
+    if args.sampling.temperature > 0 and args.sampling.top_k >= size:
+        raise RequestError("bad value for top_k", param="top_k", expected=f"less than {size}")
+    for token in args.logits.logit_bias or ():
+        if not 0 <= token < max(size, len(tokenizer)):
+            raise RequestError(
+                "bad value for logit_bias",
+                param="logit_bias",
+                expected=f"token ids from 0 to {size - 1}",
+                received=token,
+            )

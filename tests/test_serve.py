@@ -1,0 +1,1 @@
+"""`kvkeep serve`, asked by OpenAI's own client."""
