@@ -21,13 +21,11 @@ class Plan:
         kv: what it asks; its report is filled in.
         prompt: T token ids.
         unread: tokens at the prompt's end that no cached prefix may hold.
-        batched: whether it joins the batch.
     """
 
     kv: KvRequest
     prompt: list[int]
     unread: int
-    batched: bool
 
 
 class _Place(threading.local):

@@ -29,11 +29,21 @@ class ExactPromptCache(LRUPromptCache):
     def insert_cache(
         self, model: Any, tokens: list[Any], prompt_cache: list[Any], **kwargs: Any
     ) -> None:
-        """Keep an exact cache; let a compact one go."""
+        """Keep an exact cache under the tokens that it holds; let a compact one go.
+
+        After speculation mlx-lm's caches hold fewer tokens than they are filed under, the
+        draft model's fewer than the model's.
+        """
         if any(isinstance(layer, _COMPACT) for layer in prompt_cache):
             _log.debug("Prompt cache: a compact cache of %d tokens is not kept", len(tokens))
             return
-        super().insert_cache(model, tokens, prompt_cache, **kwargs)
+        held = min([len(tokens), *(c.offset for c in prompt_cache if hasattr(c, "offset"))])
+        if held < len(tokens):
+            if held == 0 or not can_trim_prompt_cache(prompt_cache):
+                return
+            for layer in prompt_cache:
+                layer.trim(layer.offset - held)
+        super().insert_cache(model, tokens[:held], prompt_cache, **kwargs)
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[Any]

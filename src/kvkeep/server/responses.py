@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.server import CompletionRequest, GenerationArguments, ModelProvider, ResponseGenerator
 
@@ -47,6 +48,7 @@ class EvictingResponses(ResponseGenerator):
         settings: ServerSettings,
     ) -> None:
         self.settings = settings  # before mlx-lm starts its thread
+        self._alone = False  # whether the request in hand is served outside the batch
         super().__init__(model_provider, prompt_cache)
 
     def generate(
@@ -61,10 +63,21 @@ class EvictingResponses(ResponseGenerator):
         args.model = canonical(args.model, self.cli_args, self.settings)
         return super().generate(request, args, progress_callback)
 
+    def _run_generate(self) -> None:
+        super()._run_generate()
+        mx.clear_streams()  # a thread's streams left behind abort the process when it ends
+
     def _is_batchable(self, args: PlannedArguments) -> bool:
         return super()._is_batchable(args) and (
             args.kv.config is None or (args.kv.sees_all_from_replay and self._can_replay())
         )
+
+    def _serve_single(self, request: Any, stream: mx.Stream) -> None:
+        self._alone = True
+        try:
+            super()._serve_single(request, stream)
+        finally:
+            self._alone = False
 
     def _can_replay(self) -> bool:
         """Whether every layer gives back the window's rows (see `replay_queries`)."""
@@ -92,14 +105,13 @@ class EvictingResponses(ResponseGenerator):
                     remedy='Send {"kv": {"eviction": "none"}}.',
                 )
             kv.config = self._for_prompt(kv, tokenizer, request, args, prompt)
-        batched = vision is None and self._is_batchable(args)
-        if batched:
+        if not self._alone:
             unread = 1
         elif kv.sees_all_from_replay:
             unread = kv.observed_tokens
         else:
             unread = len(prompt)
-        current.put(current.Plan(kv, prompt, unread, batched))
+        current.put(current.Plan(kv, prompt, unread))
         return made
 
     def _for_prompt(

@@ -117,7 +117,7 @@ def parse_kv(value: object, settings: ServerSettings) -> KvRequest:
     config = settings.config
     for name, setting in fields.items():
         config = _changed(config, name, setting)
-    if policy == EVICTION_OFF or not (policy or fields or settings.evicting):
+    if policy == EVICTION_OFF or (policy is None and not fields and not settings.evicting):
         return KvRequest(reported=True)
     if policy is not None:
         config = _changed(config, named[0], policy)
