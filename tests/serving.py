@@ -74,7 +74,7 @@ def _read(response: http.client.HTTPResponse) -> tuple[int, Any]:
 
 
 @contextlib.contextmanager
-def running(model: str, *flags: str, **settings: Any) -> Iterator[Running]:
+def running(folder: str, *flags: str, **settings: Any) -> Iterator[Running]:
     """A kvkeep server for the time of the block; its threads have ended afterwards."""
     listening = threading.Event()
     made: list[tuple[ThreadingHTTPServer, EvictingResponses]] = []
@@ -83,7 +83,7 @@ def running(model: str, *flags: str, **settings: Any) -> Iterator[Running]:
         made.append((server, responses))
         listening.set()
 
-    argv = ["--model", model, "--port", "0", "--log-level", "ERROR", *flags]
+    argv = ["--model", folder, "--port", "0", "--log-level", "ERROR", *flags]
     thread = threading.Thread(
         target=serve, args=(argv, ServerSettings(**settings)), kwargs={"started": started}
     )

@@ -165,8 +165,6 @@ class EvictingHandler(APIHandler):
     def _fault_of(self, error: BaseException | None, status: int) -> Fault:
         if not self.response_generator.is_healthy:
             return Fault(503, "the server's generation thread has ended")
-        if isinstance(error, ValueError | TypeError | KeyError) and status == 404:
-            status = 400  # of the request: what loads no model raises otherwise
         return fault_of(error, status)
 
     def _fail(self, error: Exception) -> None:

@@ -93,7 +93,11 @@ class EvictingResponses(ResponseGenerator):
             RequestError, KvkeepError: what the prompt and the tokenizer show to be wrong.
         """
         current.put(None)
-        made = super()._tokenize(tokenizer, request, args)
+        try:
+            made = super()._tokenize(tokenizer, request, args)
+        except Exception as error:  # whatever the template or the tokenizer object to
+            detail = str(error) or type(error).__name__
+            raise RequestError(f"the prompt cannot be put together: {detail}") from error
         prompt, vision = made[0], made[-1]
         _check(prompt, tokenizer, args)
         kv = args.kv
