@@ -7,6 +7,7 @@ import copy
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,8 +55,28 @@ class Running:
 
     def ask_together(self, bodies: list[Any]) -> list[Any]:
         """The answers to bodies that are sent at once, each by a client of its own."""
-        with ThreadPoolExecutor(len(bodies)) as pool:
+        with self.gathered(len(bodies)), ThreadPoolExecutor(len(bodies)) as pool:
             return list(pool.map(self.ask, bodies))
+
+    @contextlib.contextmanager
+    def gathered(self, count: int) -> Iterator[None]:
+        """The generation thread takes up no request before so many wait, but for one that it
+        was already waiting for itself."""
+        take, waiting = self.responses._next_request, self.responses.requests
+        there, end = threading.Event(), time.monotonic() + 10
+
+        def when_all_wait(timeout: float | None = None) -> Any:
+            if not there.is_set() and waiting.qsize() < count - 1 and time.monotonic() < end:
+                time.sleep(0.01)
+                return None
+            there.set()
+            return take(timeout)
+
+        self.responses._next_request = when_all_wait
+        try:
+            yield
+        finally:
+            self.responses._next_request = take
 
     def refused(self, body: Any, path: str = CHAT, **kwargs: Any) -> tuple[int, dict[str, Any]]:
         """Status and error of a body that is refused in OpenAI's shape."""

@@ -69,7 +69,7 @@ def streamed(server: Running, which: int) -> tuple[str, dict[str, Any]]:
 
 
 def test_eight_streams_at_once_are_those_of_each_alone(folder: str, server: Running) -> None:
-    with ThreadPoolExecutor(8) as pool:
+    with server.gathered(8), ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda which: streamed(server, which), range(8)))
     with running(folder, model="tiny", api_key="secret") as fresh:
         alone = [streamed(fresh, which) for which in range(8)]

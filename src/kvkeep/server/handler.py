@@ -20,6 +20,7 @@ from kvkeep.server.settings import KvRequest, ServerSettings, parse_kv
 
 _log = logging.getLogger(__name__)
 _CHUNK = 2**16
+_DIGITS = 18  # of a length that fits an integer of the machine
 
 
 class EvictingHandler(APIHandler):
@@ -27,6 +28,7 @@ class EvictingHandler(APIHandler):
 
     response_generator: EvictingResponses
     kv: KvRequest
+    timeout = 120  # seconds that a client may neither send nor read
     stream = False
     _fault: Fault | None = None
     _sent = False  # whether the headers are with the client
@@ -53,7 +55,7 @@ class EvictingHandler(APIHandler):
                 raise RequestError("bad Content-Length", received=length)
             super().do_POST()  # missing or unreadable: mlx-lm answers before it reads
             return
-        raw = self._read(int(length))
+        raw = self._read(int(length) if len(length) <= _DIGITS else sys.maxsize)
         body = read_body(raw)
         check_body(body)
         require_allowed(body, self.response_generator.cli_args, self.settings)
@@ -71,7 +73,8 @@ class EvictingHandler(APIHandler):
             if guarded:
                 self._require_key()
             answer()
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
             _log.debug("The client is gone")
         except Exception as error:
             self.wfile = out
