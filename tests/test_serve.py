@@ -361,6 +361,8 @@ def test_nothing_to_protect_protects_nothing(server: Running) -> None:
     report = usage_of(server.ask(chat(LOG, kv={"budget": 20, "protect": "system"})))["kv"]
     assert report["retained_tokens"] == 21
     kv = {"budget": 20, "protect": "system"}
+    with running(server.responses.cli_args.model, evicting=True, protect_system=True) as other:
+        assert usage_of(other.ask({"prompt": LOG, "max_tokens": 2}, TEXT))["kv"]["evicted"]
     status, error = server.refused({"prompt": LOG, "kv": kv}, TEXT)
     assert (status, error["param"]) == (400, "kv.protect")
     status, error = server.refused(chat("Be brief. " * 9, LOG, kv=kv))

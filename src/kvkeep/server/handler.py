@@ -16,9 +16,10 @@ from kvkeep.server.bodies import check_body, read_body
 from kvkeep.server.faults import Fault, FaultWriter, RequestError, fault_of
 from kvkeep.server.models import DEFAULT, require_allowed
 from kvkeep.server.responses import EvictingResponses, PlannedRequest
-from kvkeep.server.settings import KvRequest, ServerSettings, parse_kv
+from kvkeep.server.settings import PROTECT_SYSTEM, KvRequest, ServerSettings, parse_kv
 
 _log = logging.getLogger(__name__)
+_TEXT = "/v1/completions"
 _CHUNK = 2**16
 _DIGITS = 18  # of a length that fits an integer of the machine
 
@@ -59,7 +60,14 @@ class EvictingHandler(APIHandler):
         body = read_body(raw)
         check_body(body)
         require_allowed(body, self.response_generator.cli_args, self.settings)
-        self.kv = parse_kv(body.get("kv"), self.settings)
+        kv = body.get("kv")
+        self.kv = parse_kv(kv, self.settings)
+        if self.path == _TEXT and kv and kv.get("protect") == PROTECT_SYSTEM:
+            raise RequestError(
+                "a text completion has no system prompt",
+                param="kv.protect",
+                expected="position ranges",
+            )
         rest, self.rfile = self.rfile, io.BytesIO(raw)
         try:
             super().do_POST()

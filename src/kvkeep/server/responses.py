@@ -153,11 +153,7 @@ class EvictingResponses(ResponseGenerator):
         It is where the prompt parts from two others that differ in the first user's words.
         """
         if request.request_type != "chat":
-            raise RequestError(
-                "a text completion has no system prompt",
-                param="kv.protect",
-                expected="position ranges",
-            )
+            return 0
         head = []
         for message in request.messages:
             if message.get("role") not in _SYSTEM_ROLES:
