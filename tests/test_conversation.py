@@ -425,31 +425,3 @@ def test_sliding_layers_stay_as_they_are(tiny: tuple[Any, Any]) -> None:
         consistent(conversation)
     assert type(conversation.cache[1]) is kinds[1]
     assert type(conversation.cache[0]) is kvkeep.PositionPreservingKVCache
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {"allocation": "adaptive"},
-        {"allocation": "global", "store": "union"},
-        {"allocation": "pyramid"},
-        {"allocation": "cake", "store": "ragged"},
-    ],
-    ids=lambda choice: "-".join(choice.values()),
-)
-def test_every_allocation_and_store_lasts_many_turns(
-    tiny: tuple[Any, Any], choice: dict[str, str]
-) -> None:
-    config = kvkeep.EvictionConfig.parse({"budget": 30, "min_tokens": 0, **choice}, SMALL)
-    conversation = Conversation(*tiny, config=config, max_tokens=6)
-    for turn, text in enumerate(TURNS):
-        answer = say(conversation, text)
-        consistent(conversation)
-        assert conversation.kv is not None
-        assert conversation.kv.retained_tokens == 30
-        assert answer
-        assert len(conversation.messages) == 2 * (turn + 1)
-    held = [len(head) for layer in conversation.cache for head in layer.head_positions]
-    assert conversation.kv is not None
-    appended = len(conversation.tokens) - conversation.kv.true_offset
-    assert sum(held) / len(held) == 30 + appended
