@@ -26,6 +26,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("choosing",),
     ("compaction",),
     ("by_head",),
+    ("footprint",),
     ("suite",),
     ("reuse",),
     ("generation",),
@@ -34,7 +35,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("haystack",),
     ("heads",),
     ("demo_model",),
-    ("server", "evaluation", "bench", "inspect"),
+    ("pages",),
+    ("server", "evaluation", "bench", "inspecting"),
     ("cli",),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}

@@ -13,9 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvkeep.attention import ProgressCallback
-from kvkeep.caches import CompactCache, is_compact, is_plain
+from kvkeep.caches import CompactCache, allocated_nbytes, is_compact, is_plain
 from kvkeep.compaction import cache_nbytes
-from kvkeep.comparing import allocated_nbytes
 from kvkeep.errors import ConfigError
 from kvkeep.generation import (
     RECOMMENDED,
