@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeep.allocation import allocation_of
@@ -13,6 +13,7 @@ from kvkeep.errors import ConfigError
 from kvkeep.generation import RECOMMENDED
 from kvkeep.policies import policy_of
 from kvkeep.server.faults import RequestError
+from kvkeep.server.monitor import Entry
 from kvkeep.spec import EvictionConfig
 
 EVICTION_OFF = "none"
@@ -40,6 +41,7 @@ class ServerSettings:
         allow_model_paths: whether requests may name other models and adapters.
         api_key: what clients must send, or None.
         max_body_bytes: longest request body.
+        log_json: whether log lines are JSON.
     """
 
     config: EvictionConfig = RECOMMENDED
@@ -49,6 +51,7 @@ class ServerSettings:
     allow_model_paths: bool = False
     api_key: str | None = None
     max_body_bytes: int = 64 * 2**20
+    log_json: bool = False
 
 
 @dataclass
@@ -63,6 +66,7 @@ class KvRequest:
         reported: whether the answer has a `usage.kv`.
         report: `usage.kv`.
         failure: why the cache could not be compacted.
+        entry: its numbers in the monitor.
     """
 
     config: EvictionConfig | None = None
@@ -70,6 +74,7 @@ class KvRequest:
     reported: bool = False
     report: dict[str, Any] | None = None
     failure: Exception | None = None
+    entry: Entry = field(default_factory=Entry, compare=False)
 
     @property
     def observed_tokens(self) -> int:
