@@ -281,7 +281,7 @@ def compact_prefilled(
     layers = evictable_layers(model, cache)
     length, rows = cache[layers[0]].offset, cache[layers[0]].size()
     if length <= config.min_tokens or rows <= _known_rows(config.limit, length):
-        return _result(list(cache), Selection(length, {}), cache_nbytes(cache))
+        return kept_as_it_is(cache, length)
     require_choosable(cache, layers, config, policy)
     start = time.perf_counter()
     parts = find_parts(model, cache, layers, policy.needs, policy.name)
@@ -294,6 +294,11 @@ def compact_prefilled(
     score = time.perf_counter() - start
     result = store_selection(list(cache), selection, config.store)
     return replace(result, times=replace(result.times, score=score))
+
+
+def kept_as_it_is(cache: list[Any], length: int) -> SnapKVEvictionResult:
+    """The result of evicting nothing from a cache, exact or compact, of `length` positions."""
+    return _result(list(cache), Selection(length, {}), cache_nbytes(cache))
 
 
 def _known_rows(budget: Budget, length: int) -> int:

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvkeep.attention import ProgressCallback
-from kvkeep.caches import allocated_nbytes
+from kvkeep.caches import CompactCache, allocated_nbytes
 from kvkeep.compaction import cache_nbytes, checked_prompt, prefill_and_compact
 from kvkeep.errors import CacheError, ConfigError, PromptError
 from kvkeep.generation import (

@@ -1,4 +1,4 @@
-"""What a model's caches cost in bytes, measured on the arrays of a probe of a few tokens."""
+"""What a model's caches cost in bytes, measured on the arrays of a probe of two tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from kvkeep.caches import is_plain
 
 #: Rows that mlx-lm's caches, and ours, grow by.
 STEP: int = KVCache.step
-_PROBES = (2, 4)  # tokens
+_PROBE = 2  # tokens
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,13 @@ class LayerFootprint:
     fixed_bytes: int
     most_rows: int | None
 
-    def nbytes(self, rows: int) -> int:
-        """Bytes of `rows` live positions."""
-        held = rows if self.most_rows is None else min(rows, self.most_rows)
+    def nbytes(self, rows: int, chunk: int = 1) -> int:
+        """Bytes of `rows` live positions.
+
+        Args:
+            chunk: tokens that were appended at once; a sliding layer holds them besides.
+        """
+        held = rows if self.most_rows is None else min(rows, self.most_rows + chunk - 1)
         return self.fixed_bytes + held * self.row_bytes
 
 
@@ -55,25 +59,27 @@ class Footprint:
         """Bytes per position of the layers that eviction works on."""
         return sum(layer.row_bytes for layer in self.layers if layer.evictable)
 
-    def nbytes(self, rows: int, *, kept: int | None = None) -> int:
+    def nbytes(self, rows: int, *, kept: int | None = None, chunk: int = 1) -> int:
         """Bytes of the live rows of `rows` positions.
 
         Args:
             rows: positions that were computed.
             kept: rows per head of the evictable layers, mean over them; None keeps all.
+            chunk: tokens that were appended at once.
         """
         return sum(
-            layer.nbytes(rows if kept is None or not layer.evictable else kept)
+            layer.nbytes(rows if kept is None or not layer.evictable else kept, chunk)
             for layer in self.layers
         )
 
-    def allocated_nbytes(self, rows: int, *, kept: int | None = None) -> int:
+    def allocated_nbytes(self, rows: int, *, kept: int | None = None, chunk: int = 1) -> int:
         """Bytes of buffers that grow in steps of `STEP` rows, room for one step included."""
-        return self.nbytes(_stepped(rows), kept=None if kept is None else _stepped(kept))
+        held = None if kept is None else _stepped(kept)
+        return self.nbytes(_stepped(rows), kept=held, chunk=chunk)
 
 
 def measure_footprint(model: Any) -> Footprint:
-    """Run two short probes through a model and see what each layer's cache grew by.
+    """Run a short probe through a model and see what each layer's cache holds.
 
     Args:
         model: an mlx-lm model; its weights stay untouched.
@@ -81,33 +87,31 @@ def measure_footprint(model: Any) -> Footprint:
     Returns:
         Bytes as the caches hold them, unquantised.
     """
-    few, more = (_probe(model, count) for count in _PROBES)
-    between = _PROBES[1] - _PROBES[0]
-    layers = []
-    for (layer, small), (_, large) in zip(few, more, strict=True):
-        row = (large - small) // between
-        most = getattr(layer, "max_size", None) or getattr(layer, "chunk_size", None)
-        layers.append(
-            LayerFootprint(
-                kind=type(layer).__name__,
-                evictable=is_plain(layer),
-                row_bytes=row,
-                fixed_bytes=small - _PROBES[0] * row,
-                most_rows=int(most) if most else None,
-            )
-        )
-    return Footprint(tuple(layers))
-
-
-def _probe(model: Any, count: int) -> list[tuple[Any, int]]:
     cache = make_prompt_cache(model)
-    model(mx.zeros((1, count), mx.int32), cache=cache)
-    found = []
-    for layer in cache:
-        arrays = [a for _, a in tree_flatten(layer.state) if isinstance(a, mx.array)]
-        mx.eval(arrays)
-        found.append((layer, sum(a.nbytes for a in arrays)))
-    return found
+    model(mx.zeros((1, _PROBE), mx.int32), cache=cache)
+    mx.eval([layer.state for layer in cache if not layer.empty()])
+    return Footprint(tuple(_measured(layer) for layer in cache))
+
+
+def _measured(layer: Any) -> LayerFootprint:
+    row, fixed, most = _bytes_of(layer)
+    return LayerFootprint(type(layer).__name__, is_plain(layer), row, fixed, most)
+
+
+def _bytes_of(layer: Any) -> tuple[int, int, int | None]:
+    """Bytes per row, other bytes, and the most rows that are held."""
+    if isinstance(layer, CacheList):
+        parts = [_bytes_of(part) for part in layer.caches]
+        bounds = {most for row, _, most in parts if row}
+        most = bounds.pop() if len(bounds) == 1 else None
+        return sum(row for row, _, _ in parts), sum(fixed for _, fixed, _ in parts), most
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if keys is not None and values is not None and layer.offset:
+        row = sum(a.nbytes // a.shape[-2] for a in (keys, values))  # buffers are [1, H, rows, D]
+        most = getattr(layer, "max_size", None) or getattr(layer, "chunk_size", None)
+        return row, 0, int(most) if most else None
+    held = [] if layer.empty() else [a for _, a in tree_flatten(layer.state)]
+    return 0, sum(a.nbytes for a in held if isinstance(a, mx.array)), None
 
 
 def _stepped(rows: int) -> int:

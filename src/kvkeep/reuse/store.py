@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -62,7 +63,7 @@ class Hit:
     length: int
 
 
-@dataclass
+@dataclass(eq=False)
 class PromptStore:
     """Keeps prompt caches for prompts that begin with the same tokens.
 
@@ -103,8 +104,12 @@ class PromptStore:
         config: EvictionConfig | None = None,
         unread: int = 1,
         compact_unread: int | None = None,
+        accept: Callable[[StoredPrompt], bool] = lambda _: True,
     ) -> Hit | None:
-        """The entry that serves most of a prompt; of equal ones, an exact one.
+        """The entry that serves most of a prompt.
+
+        Of equal ones, a compact one whose rows were chosen for just these tokens, else an
+        exact one.
 
         Args:
             model: as it was stored.
@@ -112,6 +117,7 @@ class PromptStore:
             config: what compact entries must have been evicted by; None asks for exact ones.
             unread: tokens at the prompt's end that no exact entry may serve.
             compact_unread: the same of compact entries; `unread` if None.
+            accept: whether the caller can go on from an entry.
         """
         prompt = np.asarray(tokens, dtype=np.int64)
         best: Hit | None = None
@@ -122,7 +128,9 @@ class PromptStore:
             if entry.config is not None and compact_unread is not None:
                 left = compact_unread
             length = _served(entry, prompt, left)
-            if length and (best is None or _rank(entry, length) > _rank(best.entry, best.length)):
+            if not length or not accept(entry):
+                continue
+            if best is None or _rank(entry, length) > _rank(best.entry, best.length):
                 best = Hit(entry, length)
         return best
 
@@ -179,13 +187,13 @@ class PromptStore:
                 del self._entries[key]
         self._made += 1
         self._entries[self._made] = entry
-        self.trim_to(n_entries=self.max_entries, n_bytes=self.max_nbytes)
+        self.trim_to(n_sequences=self.max_entries, n_bytes=self.max_nbytes)
         return entry
 
     def trim_to(
         self,
         *,
-        n_entries: int | None = None,
+        n_sequences: int | None = None,
         n_bytes: int | None = None,
         keep: StoredPrompt | None = None,
     ) -> None:
@@ -197,8 +205,8 @@ class PromptStore:
         Args:
             keep: an entry that stays, whatever the bounds.
         """
-        most, size = max(0, n_entries or 0), self.nbytes
-        while (n_entries is not None and len(self) > most) or (
+        most, size = max(0, n_sequences or 0), self.nbytes
+        while (n_sequences is not None and len(self) > most) or (
             n_bytes is not None and size > max(0, n_bytes)
         ):
             key = self._next_to_go(keep)
@@ -215,7 +223,7 @@ class PromptStore:
         for key, entry in self._entries.items():
             if entry is not keep:
                 by_role[entry.role].append(key)
-        for role, next_role in zip(ROLES, ROLES[1:], strict=False):
+        for role, next_role in pairwise(ROLES):
             if by_role[role] and len(by_role[role]) >= len(by_role[next_role]):
                 return by_role[role][0]
         return next((by_role[role][0] for role in reversed(ROLES) if by_role[role]), None)
@@ -261,9 +269,11 @@ def _served(entry: StoredPrompt, prompt: np.ndarray, unread: int) -> int:
     return length
 
 
-def _rank(entry: StoredPrompt, length: int) -> tuple[int, bool, int]:
-    """More tokens, then exact rows, then less to trim."""
-    return length, entry.config is None, -len(entry.tokens)
+def _rank(entry: StoredPrompt, length: int) -> tuple[int, int, int]:
+    """More tokens; then rows chosen for just these tokens, which need no choosing any more,
+    then exact rows; then less to trim."""
+    fits = 2 if entry.compacted_at == length else int(entry.config is None)
+    return length, fits, -len(entry.tokens)
 
 
 def _replaces(entry: StoredPrompt, old: StoredPrompt) -> bool:

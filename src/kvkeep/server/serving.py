@@ -18,7 +18,7 @@ from kvkeep.errors import ConfigError
 from kvkeep.server import single
 from kvkeep.server.batching import EvictingBatchGenerator
 from kvkeep.server.handler import EvictingHandler
-from kvkeep.server.prompt_cache import ExactPromptCache
+from kvkeep.server.prompt_cache import ServerPromptCache
 from kvkeep.server.responses import EvictingResponses
 from kvkeep.server.settings import ServerSettings
 
@@ -52,7 +52,11 @@ def serve(argv: Sequence[str], settings: ServerSettings, *, started: Started | N
             expected="--model, or --allow-model-paths to let requests name one",
         )
     _join()
-    cache = ExactPromptCache(provider.cli_args.prompt_cache_size)
+    cache = ServerPromptCache(
+        provider.cli_args.prompt_cache_size,
+        provider.cli_args.prompt_cache_bytes,
+        keep_compact=settings.keep_compact,
+    )
     responses = EvictingResponses(provider, cache, settings)
     try:
         _wait_for_model(responses, provider)

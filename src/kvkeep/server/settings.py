@@ -41,6 +41,7 @@ class ServerSettings:
         allow_model_paths: whether requests may name other models and adapters.
         api_key: what clients must send, or None.
         max_body_bytes: longest request body.
+        keep_compact: whether the prompt cache keeps compact caches, too.
         log_json: whether log lines are JSON.
     """
 
@@ -51,6 +52,7 @@ class ServerSettings:
     allow_model_paths: bool = False
     api_key: str | None = None
     max_body_bytes: int = 64 * 2**20
+    keep_compact: bool = False
     log_json: bool = False
 
 
@@ -83,6 +85,11 @@ class KvRequest:
             return 1
         window = policy_of(self.config).observation_window
         return 1 + max(window, allocation_of(self.config).window)
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether the policy reads all tokens a second time, which compact rows do not allow."""
+        return self.config is not None and "replay" in policy_of(self.config).needs
 
     @property
     def sees_all_from_replay(self) -> bool:
