@@ -11,7 +11,7 @@ from kvkeep.spec import EvictionConfig, SnapKVEvictionResult
 
 
 def report_of(
-    config: EvictionConfig, result: SnapKVEvictionResult, seconds: float, plan: Plan
+    config: EvictionConfig | None, result: SnapKVEvictionResult, seconds: float, plan: Plan
 ) -> dict[str, Any]:
     """The report of a compaction of all but the prompt's last token.
 

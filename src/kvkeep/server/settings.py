@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvkeep.allocation import allocation_of
+from kvkeep.allocation import ALLOCATION_OPTIONS, allocation_of
 from kvkeep.choosing import require_compatible
 from kvkeep.compaction import sees_all_from_replay
 from kvkeep.errors import ConfigError
 from kvkeep.generation import RECOMMENDED
-from kvkeep.policies import policy_of
+from kvkeep.policies import POLICY_OPTIONS, policy_of
 from kvkeep.server.faults import RequestError
 from kvkeep.server.monitor import Entry
 from kvkeep.spec import EvictionConfig
@@ -102,7 +102,8 @@ def parse_kv(value: object, settings: ServerSettings) -> KvRequest:
 
     `eviction` (or `policy`) names the policy, and "none" switches eviction off; the other
     fields are those of `EvictionConfig`. A field set on a server that does not evict
-    switches eviction on for the request.
+    switches eviction on for the request. Options of the server's policy (or allocation) are
+    not those of another that the request names.
 
     Raises:
         RequestError: a field is unknown or out of range; `param` names it.
@@ -127,6 +128,10 @@ def parse_kv(value: object, settings: ServerSettings) -> KvRequest:
         if system:
             fields["protect"] = ()
     config = settings.config
+    if policy not in (None, config.policy):
+        config = replace(config, **dict.fromkeys(POLICY_OPTIONS))
+    if fields.get("allocation") not in (None, config.allocation):
+        config = replace(config, **dict.fromkeys(ALLOCATION_OPTIONS))
     for name, setting in fields.items():
         config = _changed(config, name, setting)
     if policy == EVICTION_OFF or (policy is None and not fields and not settings.evicting):

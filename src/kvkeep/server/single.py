@@ -30,6 +30,10 @@ def stream_generate(**options: Any) -> Generator[GenerationResponse, None, None]
         return
     cache, model = options["prompt_cache"], options["model"]
     held = len(plan.prompt) - 1
+    if plan.hit is not None and plan.hit.entry.compacted_at and plan.hit.length == held:
+        plan.compacted_at = plan.hit.entry.compacted_at
+        result = kept_as_it_is(cache[: len(model.layers)], held)
+        plan.kv.report = report_of(plan.hit.entry.config, result, 0.0, plan)
     if plan.keep is not None:
         options["on_prefilled"] = plan.keep
     for response in generation.stream_generate(
@@ -48,10 +52,10 @@ def _report(
     plan: Plan, response: generation.GenerationResponse, held: int, cache: list[Any]
 ) -> dict[str, Any]:
     config, result = plan.kv.config, response.kv
-    before = 0 if plan.hit is None else plan.hit.entry.compacted_at
-    if config is None or (result is None and not before):
+    if config is None or result is None:
         return exact_report(held, cache, plan)
-    if result is None:  # nothing was left to read but the prompt's last token
-        result = kept_as_it_is(cache, held)
-    plan.compacted_at = held if result.kv_layers else before
+    if result.kv_layers:
+        plan.compacted_at = held
+    elif plan.hit is not None:
+        plan.compacted_at = plan.hit.entry.compacted_at
     return report_of(config, result, result.times.score + result.times.compact, plan)
