@@ -56,6 +56,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="let requests name any model or adapter, which is then loaded or downloaded",
     )
+    parser.add_argument(
+        "--log-json",
+        action="store_true",
+        help="write every line of the log as a JSON object",
+    )
     mention_demo(parser)
     parser.set_defaults(run=run, mlx_flags=[])
 
@@ -105,4 +110,5 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         api_key=args.api_key or None,
         max_body_bytes=args.max_body_bytes,
         keep_compact=args.kv_reuse == _REUSE[1],
+        log_json=args.log_json,
     )

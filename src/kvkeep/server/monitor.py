@@ -282,11 +282,6 @@ class Entry:
 
     # -- reading -----------------------------------------------------------------------
 
-    @property
-    def reused(self) -> dict[str, Any]:
-        """`usage.kv.reuse`."""
-        return {"kind": self.reuse, "tokens": self.reused_tokens}
-
     def view(self, *, done: bool = False) -> RequestView:
         """Its numbers at this moment."""
         now = time.monotonic() if self._ended is None else self._ended

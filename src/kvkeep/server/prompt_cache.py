@@ -13,6 +13,7 @@ from kvkeep.reuse import Hit, PromptStore, StoredPrompt
 from kvkeep.reuse.store import ROLES
 from kvkeep.server import current
 from kvkeep.server.current import HeldLayers, Plan
+from kvkeep.server.monitor import Stored
 
 _QUANTIZED = (QuantizedKVCache, PositionPreservingQuantizedKVCache)
 _log = logging.getLogger(__name__)
@@ -80,7 +81,9 @@ class ServerPromptCache(PromptStore):
         plan = current.peek() or Plan(current.KvRequest(), tokens)
         plan.hit = self.look_up(model, tokens, plan)
         if plan.hit is None:
+            plan.kv.entry.admitted(len(tokens))
             return None, tokens
+        plan.kv.entry.admitted(len(tokens), plan.hit.length, plan.hit.entry.kind)
         return self.take(plan.hit), tokens[plan.hit.length :]
 
     def look_up(self, model: Any, tokens: list[Any], plan: Plan) -> Hit | None:
@@ -97,6 +100,14 @@ class ServerPromptCache(PromptStore):
         if evicted and (hit := self.find(model, tokens, **kinds, compact_unread=1, accept=ready)):
             return hit
         return self.find(model, tokens, **kinds, compact_unread=plan.compact_unread, accept=accept)
+
+    def by_kind(self) -> dict[str, Stored]:
+        """Entries and bytes, exact and compact; reads numbers only, from any thread."""
+        stored: dict[str, Stored] = {}
+        for entry in self:
+            past = stored.get(entry.kind, Stored())
+            stored[entry.kind] = Stored(past.entries + 1, past.bytes + entry.nbytes)
+        return stored
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Entries and bytes by role, for mlx-lm's log line."""

@@ -16,8 +16,12 @@ from kvkeep.compaction import require_room
 from kvkeep.generation import refuse_unevictable
 from kvkeep.server import current
 from kvkeep.server.current import Plan
+from kvkeep.server.counting import counted, noted
 from kvkeep.server.faults import RequestError
+from kvkeep.server.logs import log_requests
+from kvkeep.server.metrics import Metrics
 from kvkeep.server.models import canonical
+from kvkeep.server.monitor import Monitor
 from kvkeep.server.prompt_cache import ServerPromptCache
 from kvkeep.server.settings import KvRequest, ServerSettings
 from kvkeep.spec import EvictionConfig
@@ -51,6 +55,9 @@ class EvictingResponses(ResponseGenerator):
         settings: ServerSettings,
     ) -> None:
         self.settings = settings  # before mlx-lm starts its thread
+        self.monitor = Monitor()
+        self.metrics = Metrics(self.monitor)
+        log_requests(self.monitor)
         self._alone = False  # whether the request in hand is served outside the batch
         super().__init__(model_provider, prompt_cache)  # type: ignore[arg-type]
 
@@ -64,7 +71,9 @@ class EvictingResponses(ResponseGenerator):
         kv = request.kv if isinstance(request, PlannedRequest) else KvRequest()
         args = PlannedArguments(**vars(generation_args), kv=kv)
         args.model = canonical(args.model, self.cli_args, self.settings)
-        return super().generate(request, args, progress_callback)
+        kv.entry.queued()
+        context, answer = super().generate(request, args, noted(kv, progress_callback))
+        return context, counted(kv, answer)
 
     def _run_generate(self) -> None:
         super()._run_generate()
