@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import resources
+from importlib import metadata, resources
 from typing import Any
 
-from kvkeep import __version__
 from kvkeep.server.metrics import Metrics
 from kvkeep.server.monitor import Monitor, RequestView, Snapshot
 
@@ -77,7 +76,7 @@ def status_of(now: Snapshot) -> dict[str, Any]:
     """A snapshot as `GET /v1/kv` gives it: bytes, seconds and tokens, null for not known."""
     return {
         "object": "kv",
-        "version": __version__,
+        "version": metadata.version("kvkeep"),
         "uptime_s": round(now.uptime_s, 3),
         "requests": {
             "live": [_request(view) for view in now.live],
