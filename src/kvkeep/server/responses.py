@@ -15,8 +15,8 @@ from mlx_lm.server import CompletionRequest, GenerationArguments, ModelProvider,
 from kvkeep.compaction import require_room
 from kvkeep.generation import refuse_unevictable
 from kvkeep.server import current
-from kvkeep.server.current import Plan
 from kvkeep.server.counting import counted, noted
+from kvkeep.server.current import Plan
 from kvkeep.server.faults import RequestError
 from kvkeep.server.logs import log_requests
 from kvkeep.server.metrics import Metrics
