@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from email.message import Message
 from typing import Any
@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeep.server import batching
-from serving import CHAT, TEXT, Running, chat, running, usage_of
+from serving import CHAT, TEXT, Running, chat, eventually, running, usage_of
 from tiny_folder import write_tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
@@ -87,15 +87,6 @@ def ended(server: Running, request_id: str) -> dict[str, Any]:
         lambda: [r for r in status(server)["requests"]["recent"] if r["id"] == request_id]
     )
     return found[0]
-
-
-def eventually(probe: Callable[[], Any], seconds: float = 20) -> Any:
-    """What a probe gives once it is true."""
-    stop = time.monotonic() + seconds
-    while not (value := probe()):
-        assert time.monotonic() < stop, "it did not come about"
-        time.sleep(0.02)
-    return value
 
 
 def metrics(server: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

@@ -64,10 +64,11 @@ class Admission:
             timeout: seconds to wait for one; None does not wait.
         """
         self._gather(timeout)
-        self.refuse_late()
         while self._waiting:
             first = self._waiting[0]
             try:
+                if first.args.kv.ended:
+                    raise ClientGone
                 admitted = self._admitted(first)
             except Exception as error:  # whatever is wrong with it is its own
                 self._waiting.popleft()
@@ -75,9 +76,11 @@ class Admission:
                 continue
             if admitted:
                 return self._waiting.popleft().handed
-            if timeout:
-                time.sleep(min(timeout, _PAUSE))
-            return None
+            self.refuse_late()
+            if self._waiting and self._waiting[0] is first and not first.args.kv.admitted:
+                if timeout:
+                    time.sleep(min(timeout, _PAUSE))
+                return None
         return None
 
     def refuse_late(self) -> None:

@@ -20,7 +20,7 @@ from kvkeep.caches import allocated_nbytes
 from kvkeep.compaction import compact_prefilled, kept_as_it_is
 from kvkeep.errors import KvkeepError
 from kvkeep.server import current
-from kvkeep.server.current import HeldLayers, Plan
+from kvkeep.server.current import HeldLayers, Plan, Watcher
 from kvkeep.server.faults import is_out_of_memory, no_memory
 from kvkeep.server.reports import exact_report, report_of
 
@@ -161,8 +161,10 @@ class EvictingBatchGenerator(BatchGenerator):
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> Any:
         """Remove requests, and what they ask."""
         removed = super().remove(uids, return_prompt_caches)
+        governors = self._governors()
         for uid in uids:
             self._forget(uid)
+        self._note(governors)
         return removed
 
     def extract_cache(self, uids: list[int]) -> dict[int, Any]:
@@ -201,7 +203,7 @@ class EvictingBatchGenerator(BatchGenerator):
             prompted, generated = super()._next()
         except Exception as error:
             prompted, generated = [], [*self._generation_batch.stepped, *self._recovered(error)]
-        governors = {p.governor for p in self.plans.values() if p.governor is not None}
+        governors = self._governors()
         for response in generated:
             plan = self.plans.get(response.uid)
             if plan is None:
@@ -210,8 +212,7 @@ class EvictingBatchGenerator(BatchGenerator):
             if response.finish_reason is not None:
                 response.prompt_cache = HeldLayers(response.prompt_cache or [], plan)
                 self._forget(response.uid)
-        for governor in governors:
-            governor.note(self._in_flight())
+        self._note(governors)
         return prompted, generated
 
     def _forget(self, uid: int) -> None:
@@ -219,9 +220,14 @@ class EvictingBatchGenerator(BatchGenerator):
         if plan is not None and plan.governor is not None:
             plan.governor.release(plan)
 
-    def _in_flight(self) -> int:
+    def _governors(self) -> set[Watcher]:
+        return {plan.governor for plan in self.plans.values() if plan.governor is not None}
+
+    def _note(self, governors: set[Watcher]) -> None:
         batches = (self._prompt_batch, self._generation_batch)
-        return sum(allocated_nbytes(batch.prompt_cache) for batch in batches)
+        taken = sum(allocated_nbytes(batch.prompt_cache) for batch in batches)
+        for governor in governors:
+            governor.note(taken)
 
     # -- failures ----------------------------------------------------------------------
 
