@@ -18,8 +18,7 @@ from kvkeep.attention import (
     RepeatPrompt,
     find_parts,
     model_name,
-    observed_prefill,
-    repeated,
+    observed_reading,
     replay_queries,
     require_profile_of,
     require_repeatable,
@@ -221,24 +220,18 @@ def prefill_and_compact(
             require_room(config, length)
     start = time.perf_counter()
     with unchanged_on_error(cache):
-        seen = observed_prefill(
+        seen, prefill = observed_reading(
             model,
             tokens,
             cache,
             [] if whole else layers,  # nothing is asked of a model that keeps every row
+            policy,
             window=0 if whole else max(policy.observation_window, allocation.window),
-            policy=policy.name,
-            scorer=policy,
-            allow_capture=policy.scope == "model",
+            repeat_prompt=repeat_prompt,
             score_chunk_size=config.score_chunk_size,
             step=step,
             progress=progress,
         )
-        prefill = time.perf_counter() - start
-        if "replay" in policy.needs and not whole:
-            seen = repeated(
-                model, tokens, cache, layers, policy, seen, repeat_prompt or RepeatPrompt(), step
-            )
         selection = choose_observed(cache, layers, seen, config, policy, allocation)
         score = time.perf_counter() - start - prefill
     result = store_selection(list(cache) if keep_exact else cache, selection, config.store)
@@ -360,27 +353,37 @@ def choose_observed(
     """Score and select; no layer in it where nothing is to be evicted. No cache is changed.
 
     Raises:
+        As `chooser_of`, and SelectionError: scores are not finite.
+    """
+    chooser = chooser_of(cache, layers, seen, config, policy, allocation)
+    kept = {} if chooser.keeps_all(cache, layers) else chooser.choose(cache, layers)
+    return Selection(cache[layers[0]].offset, kept)
+
+
+def chooser_of(
+    cache: list[Any],
+    layers: list[int],
+    seen: Observation,
+    config: EvictionConfig,
+    policy: Policy,
+    allocation: Allocation,
+) -> Chooser:
+    """What scores and selects rows of a prefilled cache for a config's budget.
+
+    Raises:
         BudgetError: the budget holds no row, or fewer than are protected.
-        SelectionError: scores are not finite.
         CacheError: a layer holds a batch or is at another position.
     """
-    rows = cache[layers[0]].size()
     offset = cache[layers[0]].offset
     for index in layers:
         _require_offset(cache[index].offset, offset, index)
         require_one_request(cache[index])
     limit = config.limit
     fixed = cache_nbytes(cache) - sum(live_nbytes(cache[i]) for i in layers)
-    keep = limit.rows(
-        offset,
-        bytes_per_row=sum(bytes_per_row(cache[i]) for i in layers),
-        fixed_bytes=fixed,
-    )
-    if offset <= config.min_tokens or keep >= rows:
-        return Selection(offset, {})
+    row = sum(bytes_per_row(cache[i]) for i in layers)
+    keep = limit.rows(offset, bytes_per_row=row, fixed_bytes=fixed)
     most = int(limit.amount) - fixed if limit.unit == "bytes" else None
-    chooser = Chooser(config, policy, allocation, keep, len(layers), seen, most)
-    return Selection(offset, chooser.choose(cache, layers))
+    return Chooser(config, policy, allocation, keep, len(layers), seen, most)
 
 
 def store_selection(

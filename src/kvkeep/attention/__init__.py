@@ -7,6 +7,7 @@ from kvkeep.attention.identity import model_identity, require_profile_of
 from kvkeep.attention.observe import WindowObserver, model_name, observing, require_visible
 from kvkeep.attention.parts import LayerParts, find_parts
 from kvkeep.attention.prefill import Observation, ProgressCallback, observed_prefill
+from kvkeep.attention.reading import observed_reading
 from kvkeep.attention.repeat import RepeatPrompt, repeated, require_repeatable
 from kvkeep.attention.replay import replay_queries
 from kvkeep.attention.rotary import Rotary
@@ -29,6 +30,7 @@ __all__ = [
     "model_identity",
     "model_name",
     "observed_prefill",
+    "observed_reading",
     "observing",
     "query_heads",
     "remove",
