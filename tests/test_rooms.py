@@ -32,6 +32,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("generation",),
     ("comparing",),
     ("conversation",),
+    ("pages",),
     ("haystack",),
     ("heads",),
     ("demo_model",),

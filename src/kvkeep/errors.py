@@ -70,5 +70,9 @@ class HeadProfileError(KvkeepError, ValueError):
     """A head profile is missing, damaged, or of another model or configuration."""
 
 
+class OutputError(KvkeepError):
+    """A page, picture or table cannot be written where it was asked for."""
+
+
 class DemoModelError(KvkeepError):
     """The demo model could not be fetched, verified or converted."""
