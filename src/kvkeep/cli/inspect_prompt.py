@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
             prompt.tokens,
             config,
             budgets=budgets,
+            layers=layers,
             name=loaded.name,
             prefill_step_size=prefill_step(args.prefill_step_size),
             progress=progress,

@@ -100,6 +100,7 @@ function fillCounts() {
 function read(position, row) {
   const last = position >= length;
   const unit = units[unitAt[position]];
+  document.querySelector(".reading").classList.add("told");
   const token = element("r-token");
   token.replaceChildren();
   fill(token, data.texts[unit.index]);
@@ -123,7 +124,7 @@ function read(position, row) {
   const fate = own === heads ? "kept" : own ? `kept by ${own} of ${heads}` : "evicted";
   const from = sets.length === 1 ? stays(layer, sets[0], position) : "";
   const words = sets.length
-    ? `${fate}; score ${score.toPrecision(3)}, above ${above} of the positions${from}`
+    ? `${fate}; score ≈ ${score.toPrecision(3)}, above ${above} of the positions${from}`
     : "no such head";
   element("r-score").textContent = words;
   const [kept, all] = keepers([...layers.keys()], -1, position);

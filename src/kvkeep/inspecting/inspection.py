@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeep.errors import ConfigError
+from kvkeep.inspecting.layers import require_shown
 from kvkeep.inspecting.units import TextUnit
 from kvkeep.spec import Budget, EvictionConfig, Selection
 
@@ -117,11 +117,5 @@ class Inspection:
         there = {layer.index: at for at, layer in enumerate(self.layers)}
         if indices is None:
             return list(there.values())
-        for index in indices:
-            if index not in there:
-                raise ConfigError(
-                    f"layer {index} cannot be shown",
-                    expected=f"evictable layers, {len(there)} from {min(there)} to {max(there)}",
-                    received=index,
-                )
+        require_shown(indices, list(there))
         return sorted({there[index] for index in indices})

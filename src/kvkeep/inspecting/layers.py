@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvkeep.errors import ConfigError
 
 
@@ -24,6 +26,22 @@ def parse_layers(text: str) -> tuple[int, ...]:
             "unreadable layers", expected='indices and ranges such as "0-5,12"', received=text
         ) from None
     return tuple(sorted(indices))
+
+
+def require_shown(indices: Sequence[int], evictable: Sequence[int]) -> None:
+    """Refuse layers that are not among the evictable ones.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for index in indices:
+        if index not in evictable:
+            first, last = min(evictable), max(evictable)
+            raise ConfigError(
+                f"layer {index} cannot be shown",
+                expected=f"evictable layers, {len(evictable)} from {first} to {last}",
+                received=index,
+            )
 
 
 def thinned(layers: list[int], cells: list[int], most: int) -> list[int]:

@@ -33,6 +33,7 @@ from kvkeep.compaction import (
 from kvkeep.errors import BudgetError, PromptError
 from kvkeep.generation import RECOMMENDED, encode_prompt, repeat_prompt
 from kvkeep.inspecting.inspection import InspectedLayer, Inspection, Rung
+from kvkeep.inspecting.layers import require_shown
 from kvkeep.inspecting.units import text_units
 from kvkeep.policies import Policy, policy_of
 from kvkeep.spec import Budget, EvictionConfig, Selection
@@ -48,6 +49,7 @@ def inspect_prompt(
     config: EvictionConfig = RECOMMENDED,
     *,
     budgets: Sequence[Budget | int | float | str] = BUDGETS,
+    layers: Sequence[int] | None = None,
     name: str | None = None,
     prefill_step_size: int = 2048,
     progress: ProgressCallback | None = None,
@@ -64,6 +66,8 @@ def inspect_prompt(
         prompt: text or at least 2 token ids.
         config: what to evict.
         budgets: the ladder. Budgets that do not hold what is protected are left out.
+        layers: indices that will be asked for, to refuse at once those that are not there; the
+            inspection is of all layers whatever is said here.
         name: what to call the model.
         prefill_step_size: tokens per chunk.
         progress: called with (done, total) tokens.
@@ -82,7 +86,8 @@ def inspect_prompt(
     if allocation.head_profile is not None:
         require_profile_of(allocation.head_profile, model)
     cache = make_prompt_cache(model)
-    layers = evictable_layers(model, cache)
+    evictable = evictable_layers(model, cache)
+    require_shown(layers or (), evictable)
     if len(tokens) - 1 > config.min_tokens:
         require_room(config, len(tokens) - 1)
     stream: Any = generation_stream  # where `kvkeep.generate` reads prompts
@@ -91,7 +96,7 @@ def inspect_prompt(
             model,
             tokens[:-1],
             cache,
-            layers,
+            evictable,
             policy,
             window=max(policy.observation_window, allocation.window),
             repeat_prompt=repeat_prompt(wrapped, config),
@@ -100,7 +105,7 @@ def inspect_prompt(
             progress=progress,
         )
         start = time.perf_counter()
-        chosen = _Prefilled(cache, layers, seen, config, policy, allocation)
+        chosen = _Prefilled(cache, evictable, seen, config, policy, allocation)
         ranking = chosen.ranking()
         score = time.perf_counter() - start
         rungs, asked = chosen.rungs(ladder, ranking)
@@ -109,11 +114,11 @@ def inspect_prompt(
         config=config,
         tokens=np.array(tokens, np.int64),
         units=text_units(wrapped, tokens),
-        layers=tuple(_inspected(cache[index], index, ranking) for index in layers),
+        layers=tuple(_inspected(cache[index], index, ranking) for index in evictable),
         rungs=rungs,
         asked=asked,
         exact_nbytes=cache_nbytes(cache),
-        other_layers=len(cache) - len(layers),
+        other_layers=len(cache) - len(evictable),
         prefill_seconds=prefill,
         score_seconds=score,
     )

@@ -5,8 +5,7 @@ const picture = document.createElement("canvas");
 let box = { width: 0, height: 0, row: 0 };
 
 function colour(name) {
-  const value = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  return value;
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
 const channels = (name) => colour(name).split(/\s+/).map(Number);
@@ -19,7 +18,7 @@ function hexChannels(name) {
 // The whole map anew, into a picture of one pixel a row.
 function renderMap() {
   const wide = Math.max(120, Math.floor(canvas.clientWidth) - MARGIN.left - 2);
-  const row = Math.min(22, Math.max(4, Math.floor(360 / layers.length)));
+  const row = Math.min(22, Math.max(4, Math.floor((wide < 420 ? 220 : 360) / layers.length)));
   box = { width: wide, height: row * layers.length, row };
   const scale = window.devicePixelRatio || 1;
   const columns = Math.min(length, Math.round(wide * scale));

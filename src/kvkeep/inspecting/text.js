@@ -57,7 +57,8 @@ function buildText() {
     }
     const node = document.createElement("span");
     const width = data.widths[index];
-    const unit = { node, index, start: position, stop: position + width, shown: "" };
+    const unit = { node, index, start: position, stop: position + width, shown: "u" };
+    node.className = "u";
     node.unit = unit;
     fill(node, text);
     unitAt.fill(index, position, position + width);

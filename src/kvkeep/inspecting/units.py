@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ def text_units(tokenizer: Any, tokens: Sequence[int]) -> tuple[TextUnit, ...]:
         tokens: T token ids.
     """
     units: list[TextUnit] = []
-    for unit in _decoded(tokenizer, list(tokens)):
+    for unit in _decoded(_decoder(tokenizer), list(tokens)):
         last = units[-1] if units else None
         if last is not None and last.tokens < _MOST_JOINED and _joins(last.text, unit.text):
             units[-1] = TextUnit(last.text + unit.text, last.tokens + unit.tokens)
@@ -49,7 +49,16 @@ def text_units(tokenizer: Any, tokens: Sequence[int]) -> tuple[TextUnit, ...]:
     return tuple(units)
 
 
-def _decoded(tokenizer: Any, tokens: list[int]) -> list[TextUnit]:
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Ids to text as it is, without the spaces before punctuation being tidied away."""
+    try:
+        tokenizer.decode([], clean_up_tokenization_spaces=False)
+    except TypeError:  # a tokenizer that does not know the option
+        return tokenizer.decode
+    return lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def _decoded(decode: Callable[[list[int]], str], tokens: list[int]) -> list[TextUnit]:
     """Units of whole characters.
 
     Each is decoded behind the one before it: some tokenizers drop the space at the start of
@@ -58,8 +67,8 @@ def _decoded(tokenizer: Any, tokens: list[int]) -> list[TextUnit]:
     units: list[TextUnit] = []
     context = start = 0
     for stop in range(1, len(tokens) + 1):
-        before = tokenizer.decode(tokens[context:start]) if start > context else ""
-        text = tokenizer.decode(tokens[context:stop])[len(before) :]
+        before = decode(tokens[context:start]) if start > context else ""
+        text = decode(tokens[context:stop])[len(before) :]
         waiting = not text or text.endswith(_UNKNOWN)
         if waiting and stop < len(tokens) and stop - start < _MOST_PENDING:
             continue
