@@ -98,6 +98,7 @@ check-wheel: build ## install the wheel into a clean environment, import it, run
 	cd build && wheel-venv/bin/python -I -c "import kvkeep; print('kvkeep', kvkeep.__version__, 'from', kvkeep.__file__)"
 	test -f build/wheel-venv/lib/python3*/site-packages/kvkeep/py.typed
 	test -f build/wheel-venv/lib/python3*/site-packages/kvkeep/server/pages/page.html
+	test -f build/wheel-venv/lib/python3*/site-packages/kvkeep/inspecting/inspect.html
 	cd build && env -u PYTHONPATH wheel-venv/bin/kvkeep --help
 
 clean: ## remove the environment and what was built

@@ -36,7 +36,6 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("haystack",),
     ("heads",),
     ("demo_model",),
-    ("pages",),
     ("server", "evaluation", "bench", "inspecting"),
     ("cli",),
 )

@@ -27,7 +27,7 @@ def written(file_name: str | os.PathLike[str]) -> Iterator[Path]:
             temporary = Path(folder) / path.name
             yield temporary
             os.replace(temporary, path)
-    except (OSError, ValueError) as error:  # a name with NUL in it is a ValueError
+    except OSError as error:
         raise OutputError(f"cannot write {path}", received=str(error)) from error
 
 
