@@ -74,5 +74,9 @@ class OutputError(KvkeepError):
     """A page, picture or table cannot be written where it was asked for."""
 
 
+class BenchFileError(KvkeepError, ValueError):
+    """A file of benchmark results is missing, damaged, or of another device or model."""
+
+
 class DemoModelError(KvkeepError):
     """The demo model could not be fetched, verified or converted."""
