@@ -40,8 +40,8 @@ class BenchPlan:
     lengths: tuple[int, ...]
     settings: tuple[EvictionConfig, ...]
     batches: tuple[int, ...] = (1,)
-    tokens: int = 16
-    rounds: int = 7
+    tokens: int = 8
+    rounds: int = 15
     prompt_rounds: int = 3
     prefill_step: int = 2048
     seed: int = 0

@@ -243,7 +243,9 @@ def _prefills(
     report: Callable[[str], None],
 ) -> tuple[list[Reading], tuple[Prefill, ...]]:
     """Stock prefills and, in the same rounds, one per policy with eviction after it."""
-    first = {config.policy: config for config in reversed(configs)}
+    first: dict[str, EvictionConfig] = {}
+    for config in configs:
+        first.setdefault(config.policy, config)
     model, step = workload.model, plan.prefill_step
     contenders: dict[str, Callable[[], Reading]] = {
         "": functools.partial(stock_reading, model, tokens, step)

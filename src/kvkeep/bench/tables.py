@@ -192,7 +192,7 @@ def _spread(spread: Spread | None, form: str, factor: float = 1) -> str:
         form.format(factor * figure)
         for figure in (spread.median, spread.median_low, spread.median_high)
     )
-    return middle if spread.low == spread.high else f"{middle} ({low} – {high})"
+    return middle if low == middle == high else f"{middle} ({low} – {high})"
 
 
 def _mb(amount: float) -> str:
