@@ -28,7 +28,6 @@ from kvkeep.generation import (
 from kvkeep.spec import EvictionConfig, SnapKVEvictionResult
 
 #: What tells its live rows and its buffers apart.
-_OWN_COUNT = (CompactCache, BatchPositionPreservingKVCache, BatchMixedKVCache)
 
 
 @dataclass(frozen=True)
