@@ -80,3 +80,7 @@ class BenchFileError(KvkeepError, ValueError):
 
 class DemoModelError(KvkeepError):
     """The demo model could not be fetched, verified or converted."""
+
+
+class EvaluationError(KvkeepError):
+    """A file of evaluation results is foreign or damaged, or cannot be written."""
