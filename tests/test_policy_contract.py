@@ -132,6 +132,14 @@ def test_it_reads_nothing_but_what_it_needs(name: str) -> None:
 
 
 @EVERY
+def test_it_says_whether_its_scores_depend_on_the_budget(name: str) -> None:
+    policy = get_policy(name)
+    view = view_of(policy, 300)
+    few, many = (scored(policy, replace(view, keep=keep)) for keep in (30, 150))
+    assert policy.budget_aware == (few != many).any()
+
+
+@EVERY
 @pytest.mark.parametrize("kind", ["equal keys", "uniform attention", "zeros"])
 @pytest.mark.parametrize("length", [1, 2, 40, 300])
 def test_uniform_attention_and_equal_keys(name: str, kind: str, length: int) -> None:

@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from kvkeep.cli.loading import load_model, mention_demo
-from kvkeep.evaluation import TASKS, Questions, export_examples, parse_length, split_names
-from kvkeep.evaluation.asking import listed, prose_digest
+from rich.console import Console
+
+from kvkeep.cli.eval_tables import tables
+from kvkeep.cli.loading import LoadedModel, load_model, mention_demo
+from kvkeep.cli.progress import step_progress
+from kvkeep.cli.report import print_table
+from kvkeep.errors import ConfigError
+from kvkeep.evaluation import (
+    PROTOCOLS,
+    TASKS,
+    Plan,
+    Questions,
+    Record,
+    ResultsFile,
+    TextPlan,
+    Variant,
+    export_examples,
+    header_of,
+    listed,
+    parse_length,
+    prose_digest,
+    read_results,
+    read_text,
+    run_tasks,
+    run_text,
+    split_names,
+    summarise,
+    variants_of,
+)
 from kvkeep.haystack import Haystack, prose_from_files
+
+_POLICIES = ("span", "snapkv", "sink_recent")
+_BUDGETS = ("25%", "50%")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,40 +50,111 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "eval",
         help="measure what eviction costs: retrieval tasks, and divergence from the exact cache",
         description="Ask a model seeded questions about long texts over the exact cache and over"
-        " evicted ones. Each prompt is read once and every setting answers over a copy of its"
-        " cache. An interrupted run goes on where it stopped when the same command is given again.",
+        " evicted ones, or compare what it predicts of a text of your own. Each prompt is read"
+        " once and every setting answers over a copy of its cache. An interrupted run goes on"
+        " where it stopped when the same command is given again.",
     )
-    parser.add_argument("--model", required=True, help="The model: a folder or a hub repository.")
+    parser.add_argument("--model", help="The model: a folder or a hub repository.")
     mention_demo(parser)
-    plain = Questions()
+    parser.add_argument("--trust-remote-code", action="store_true", help="as in mlx_lm")
+    _add_prompt_flags(parser)
+    _add_setting_flags(parser)
+    _add_result_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    plain, text = Questions(), TextPlan("", "", ())
     names = "; ".join(f"{task.name}: {task.summary}" for task in TASKS.values())
-    parser.add_argument("--tasks", metavar="A,B", help=f"{names} (default: all)")
-    parser.add_argument(
+    group = parser.add_argument_group("prompts")
+    group.add_argument(
+        "--tasks", metavar="A,B", help=f"{names} (default: all, or none where --text is given)"
+    )
+    group.add_argument(
+        "--text",
+        metavar="FILE",
+        help="a text of your own: what the model predicts of it after eviction, against the exact"
+        " cache",
+    )
+    group.add_argument(
         "--lengths",
         metavar="N,N",
         default=listed(plain.lengths),
-        help='tokens of a prompt, template included; "4k" is 4,000 (default: %(default)s)',
+        help="tokens of a prompt, template included, or of a text's part before eviction;"
+        ' "4k" is 4,000 (default: %(default)s)',
     )
-    parser.add_argument(
+    group.add_argument(
         "--limit",
         type=int,
         default=plain.limit,
-        help="examples per task and length (default: %(default)s)",
+        help="examples per task and length, and stretches of a text, at most"
+        " (default: %(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
+        "--continuation",
+        type=int,
+        metavar="N",
+        default=text.continuation,
+        help="tokens of a text that are predicted after eviction (default: %(default)s)",
+    )
+    group.add_argument(
         "--seed", type=int, default=plain.seed, help="of all prompts (default: %(default)s)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--prose",
         nargs="+",
         metavar="FILE",
         help="text files to hide needles in (default: texts of the Python library)",
     )
-    parser.add_argument(
-        "--export", metavar="FILE.jsonl", help="write the prompts for other programs, and stop"
+
+
+def _add_setting_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "settings", "The full cache is always asked beside them. `kvkeep policies` lists names."
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="as in mlx_lm")
-    parser.set_defaults(run=run)
+    group.add_argument(
+        "--policies",
+        metavar="A,B",
+        default=listed(_POLICIES),
+        help="policies, each with options of its own if need be"
+        " (snapkv:window=32:allocation=adaptive) (default: %(default)s)",
+    )
+    group.add_argument(
+        "--budgets",
+        metavar="B,B",
+        default=listed(_BUDGETS).replace("%", "%%"),
+        help="what may stay: shares, rows or bytes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--allocations", metavar="A,B", default="uniform", help="(default: %(default)s)"
+    )
+    group.add_argument("--stores", metavar="A,B", default="auto", help="(default: %(default)s)")
+    group.add_argument(
+        "--protocols",
+        metavar="A,B",
+        default="aware",
+        help=f"{' and '.join(PROTOCOLS)}: whether the question is compressed with the document or"
+        " comes after it was (default: %(default)s)",
+    )
+
+
+def _add_result_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        help="results, a line each; what is in it already is not computed again"
+        " (default: eval-MODEL-seedN.jsonl)",
+    )
+    group.add_argument("--json", action="store_true", help="print the summary as JSON")
+    group.add_argument(
+        "--show", metavar="FILE.jsonl", help="only print the summary of a results file"
+    )
+    group.add_argument(
+        "--export",
+        metavar="FILE.jsonl",
+        help="only write the tasks' prompts, for other programs",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,15 +164,87 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a flag is out of range.
         EvaluationError: a file cannot be read or written, or is of another run.
     """
-    questions = Questions(
-        tasks=tuple(TASKS) if args.tasks is None else split_names(args.tasks),
-        lengths=tuple(map(parse_length, split_names(args.lengths))),
-        limit=args.limit,
-        seed=args.seed,
+    if args.show is not None:
+        _print(args, read_results(args.show).records)
+        return 0
+    if args.model is None:
+        raise ConfigError("--model is missing", expected="--model, or --show with a results file")
+    questions, text = _prompts(args)
+    variants = variants_of(
+        split_names(args.policies),
+        split_names(args.budgets.replace("%%", "%")),
+        split_names(args.allocations),
+        split_names(args.stores),
     )
+    plan = None if questions is None else Plan(questions, variants, split_names(args.protocols))
     prose = None if args.prose is None else prose_from_files(args.prose)
+    texts = None if text is None else _text_plan(args, text, variants)
     loaded = load_model(args.model, trust_remote_code=args.trust_remote_code)
-    return _export(args, loaded.tokenizer, questions, prose)
+    if args.export is not None:
+        return _export(args, loaded.tokenizer, questions or Questions(), prose)
+    _print(args, _evaluated(args, loaded, plan, texts, prose))
+    return 0
+
+
+def _prompts(args: argparse.Namespace) -> tuple[Questions | None, str | None]:
+    """The tasks' prompts, and the file to predict."""
+    lengths = tuple(map(parse_length, split_names(args.lengths)))
+    if args.tasks is None and args.text is not None and args.export is None:
+        return None, args.text
+    names = tuple(TASKS) if args.tasks is None else split_names(args.tasks)
+    return Questions(names, lengths, args.limit, args.seed), args.text
+
+
+def _text_plan(args: argparse.Namespace, path: str, variants: tuple[Variant, ...]) -> TextPlan:
+    return TextPlan(
+        name=Path(path).name,
+        text=read_text(path),
+        variants=variants,
+        lengths=tuple(map(parse_length, split_names(args.lengths))),
+        continuation=args.continuation,
+        limit=args.limit,
+    )
+
+
+def _evaluated(
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    plan: Plan | None,
+    texts: TextPlan | None,
+    prose: Haystack | None,
+) -> tuple[Record, ...]:
+    header = header_of(loaded.model, name=args.model, seed=args.seed, prose=prose_digest(prose))
+    stem = Path(args.model).name or args.model
+    output = args.output or f"eval-{stem}-seed{args.seed}.jsonl"
+    records: tuple[Record, ...] = ()
+    with ResultsFile(output, header) as file:
+        try:
+            if plan is not None:
+                with step_progress("evaluating", "results") as report:
+                    records += run_tasks(
+                        loaded.model, loaded.tokenizer, plan, file, prose=prose, progress=report
+                    )
+            if texts is not None:
+                with step_progress("predicting", "results") as report:
+                    records += run_text(
+                        loaded.model, loaded.tokenizer, texts, file, progress=report
+                    )
+        except KeyboardInterrupt:
+            line = f"interrupted; the same command goes on from {output}"
+            Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+            raise
+    return records
+
+
+def _print(args: argparse.Namespace, records: tuple[Record, ...]) -> None:
+    summary = summarise(records)
+    if args.json:
+        json.dump(dataclasses.asdict(summary), sys.stdout, indent=1)
+        print()
+        return
+    for table in tables(summary):
+        print_table(table)
+        print()
 
 
 def _export(

@@ -50,23 +50,50 @@ class Questions:
         """How many examples there are."""
         return len(self.tasks) * len(self.lengths) * self.limit
 
+    def __iter__(self) -> Iterator[Asked]:
+        """All prompts, those of small index first: what an early stop leaves is even."""
+        for index in range(self.limit):
+            for length in self.lengths:
+                for name in self.tasks:
+                    yield Asked(name, length, index, self.seed)
+
     def examples(self, tokenizer: Any, prose: Haystack | None = None) -> Iterator[Example]:
-        """All examples, those of small index first: what an early stop leaves is even.
+        """All prompts, drawn.
 
         Raises:
             ConfigError: a length has no room for a task.
         """
-        for index in range(self.limit):
-            for length in self.lengths:
-                for name in self.tasks:
-                    yield fitted(
-                        tokenizer,
-                        task_of(name),
-                        index,
-                        length=length,
-                        seed=self.seed,
-                        prose=prose,
-                    )
+        for asked in self:
+            yield asked.example(tokenizer, prose)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt of a run, not yet drawn.
+
+    Attributes:
+        task, length, index, seed: as in `Questions`.
+    """
+
+    task: str
+    length: int
+    index: int
+    seed: int
+
+    def example(self, tokenizer: Any, prose: Haystack | None = None) -> Example:
+        """Draw it.
+
+        Raises:
+            ConfigError: the length has no room for the task.
+        """
+        return fitted(
+            tokenizer,
+            task_of(self.task),
+            self.index,
+            length=self.length,
+            seed=self.seed,
+            prose=prose,
+        )
 
 
 def parse_length(text: str) -> int:

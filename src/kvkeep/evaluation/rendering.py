@@ -46,10 +46,13 @@ class Tokens:
     Attributes:
         prompts: per turn, all that stands before its answer; at least 2 tokens.
         context: how many of them the document takes (what agnostic settings compress).
+        ends: per turn, how many tokens a cache may hold when the turn is read: all that the
+            next turn begins with as well, and at most all but the last.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     context: int
+    ends: tuple[int, ...]
 
 
 def render(tokenizer: Any, example: Example) -> Rendered:
@@ -92,13 +95,18 @@ def tokenize(tokenizer: Any, rendered: Rendered) -> Tokens:
     document = encode(tokenizer, rendered.context, rendered.templated)
     # A token that joins the document's end and the question's start is the question's.
     context = same_start(document, prompts[0])
-    if not 0 < context < len(prompts[0]):
+    ends = [
+        min(same_start(prompt, later), len(prompt) - 1)
+        for prompt, later in zip(prompts, [*prompts[1:], prompts[-1]], strict=True)
+    ]
+    starts = [1, context, *ends]
+    if context < 1 or starts != sorted(starts):
         raise ConfigError(
             "the tokenizer does not keep a prompt's parts apart",
-            expected="tokens of the document, then tokens of the question",
-            received=f"{context} of {len(prompts[0])} tokens in common",
+            expected="tokens of the document, then those of each question",
+            received=f"parts that end at tokens {starts[1:]}",
         )
-    return Tokens(tuple(prompts), context)
+    return Tokens(tuple(prompts), context, tuple(ends))
 
 
 def fitted(

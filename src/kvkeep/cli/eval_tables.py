@@ -1,0 +1,90 @@
+"""Tables of evaluation results: scores by task, setting and budget; divergence by setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.table import Table
+
+from kvkeep.evaluation import ALL_TASKS, NONE, FidelitySummary, Interval, Summary, TaskSummary
+
+_PROTOCOLS = {
+    "aware": "the question is compressed with the document",
+    "agnostic": "the question comes after the document was compressed",
+}
+
+
+def tables(summary: Summary) -> Iterator[Table]:
+    """One table per protocol and length, and one over all texts."""
+    blocks = dict.fromkeys((s.protocol, s.length) for s in summary.tasks)
+    for protocol, length in blocks:
+        yield _scores(
+            protocol,
+            length,
+            [s for s in summary.tasks if (s.protocol, s.length) == (protocol, length)],
+        )
+    if summary.fidelity:
+        yield _fidelity(summary.fidelity)
+
+
+def _scores(protocol: str, length: int, summaries: Sequence[TaskSummary]) -> Table:
+    budgets = list(dict.fromkeys(s.setting.budget for s in summaries if s.setting.policy != NONE))
+    table = _table(f"{length:,} tokens, {protocol}: {_PROTOCOLS[protocol]}")
+    table.add_column("task", no_wrap=True)
+    table.add_column("setting")
+    for budget in budgets or [""]:
+        table.add_column(budget or "score", justify="right", no_wrap=True)
+    for task in dict.fromkeys(s.task for s in summaries):
+        if task == ALL_TASKS:
+            table.add_section()
+        shown = task
+        rows: dict[str, dict[str, str]] = {}
+        for s in (s for s in summaries if s.task == task):
+            name = "full cache" if s.setting.policy == NONE else s.setting.name
+            cells = rows.setdefault(name, {})
+            for budget in (budgets or [""]) if s.setting.policy == NONE else [s.setting.budget]:
+                cells[budget] = _interval(s.score)
+        for name, cells in rows.items():
+            table.add_row(shown, name, *(cells.get(budget, "") for budget in budgets or [""]))
+            shown = ""
+    table.caption = "mean score of the examples (95 % interval)"
+    return table
+
+
+def _fidelity(summaries: Sequence[FidelitySummary]) -> Table:
+    table = _table("the text's continuation, against the exact cache")
+    for name in ("text", "setting", "budget"):
+        table.add_column(name)
+    for name in ("KL, nats", "same top token", "perplexity", "exact", "stretches"):
+        table.add_column(name, justify="right")
+    shown = ""
+    for s in summaries:
+        text = f"{s.text}, {s.length:,} + {s.continuation:,}"
+        table.add_row(
+            text if text != shown else "",
+            "full cache" if s.setting.policy == NONE else s.setting.name,
+            s.setting.budget,
+            f"{s.kl.mean:.4f}",
+            f"{100 * s.agreement.mean:.1f}%",
+            f"{s.perplexity:.2f}",
+            f"{s.exact_perplexity:.2f}",
+            f"{s.kl.count}",
+        )
+        shown = text
+    return table
+
+
+def _interval(value: Interval) -> str:
+    return f"{value.mean:.2f} ({value.low:.2f}–{value.high:.2f})"
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
