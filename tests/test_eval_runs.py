@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import kvkeep
 from bare_models import cache_bytes
 from evaluations import POLICIES, chat_tokenizer, evaluated, model, numbers, plan_of, results_file
 from kvkeep import compact_prompt_cache, copy_cache
+from kvkeep.compaction import prefill_and_compact
 from kvkeep.errors import ConfigError, HeadProfileError
 from kvkeep.evaluation import (
     Plan,
@@ -34,7 +36,7 @@ from kvkeep.evaluation.running import repeats
 from kvkeep.generation import repeat_prompt
 from kvkeep.spec import EvictionConfig
 from oracles import greedy, prefilled
-from tiny_models import random_tokens, tiny_bare_model, tiny_tokenizer
+from tiny_models import random_tokens, tiny_bare_model, tiny_llama, tiny_tokenizer
 
 
 def test_one_reading_serves_every_policy() -> None:
@@ -48,10 +50,10 @@ def test_one_reading_serves_every_policy() -> None:
     before = cache_bytes(reading.cache)
     for config in configs:
         ours = evicted(reading, config)
-        right = kvkeep.compaction.prefill_and_compact(
+        right = prefill_and_compact(
             model(),
             tokens,
-            kvkeep.compaction.make_prompt_cache(model()),
+            make_prompt_cache(model()),
             config,
             step=64,
             repeat_prompt=repeat_prompt(tiny_tokenizer(), config),
@@ -63,8 +65,6 @@ def test_one_reading_serves_every_policy() -> None:
 
 
 def test_what_is_written_to_a_copy_is_not_seen_in_the_reading() -> None:
-    from tiny_models import tiny_llama
-
     sliding = tiny_llama(layers=3, sliding_layers=[1])
     tokens = random_tokens(200)
     config = EvictionConfig(policy="snapkv", budget="25%")
@@ -78,10 +78,10 @@ def test_what_is_written_to_a_copy_is_not_seen_in_the_reading() -> None:
 
 @pytest.mark.parametrize("task", ["needle-prose", "instruction-first"])
 def test_aware_settings_answer_as_generation_does(tmp_path: Path, task: str) -> None:
-    plan = plan_of([task], policies=POLICIES, budgets=("25%", "60%"), lengths=(700,))
+    plan = plan_of([task], policies=POLICIES, budgets=("30%",), lengths=(600,))
     records = evaluated(tmp_path / "a.jsonl", plan)
     assert len(records) == len(plan.variants) == plan.count
-    example = fitted(chat_tokenizer(), task_of(task), 0, length=700)
+    example = fitted(chat_tokenizer(), task_of(task), 0, length=600)
     (prompt,) = tokenize(chat_tokenizer(), render(chat_tokenizer(), example)).prompts
     for record, variant in zip(records, plan.variants, strict=True):
         assert isinstance(record, TaskRecord)

@@ -122,7 +122,7 @@ def _add_setting_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--budgets",
         metavar="B,B",
-        default=listed(_BUDGETS).replace("%", "%%"),
+        default=listed(_BUDGETS),
         help="what may stay: shares, rows or bytes (default: %(default)s)",
     )
     group.add_argument(
@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     questions, text = _prompts(args)
     variants = variants_of(
         split_names(args.policies),
-        split_names(args.budgets.replace("%%", "%")),
+        split_names(args.budgets),
         split_names(args.allocations),
         split_names(args.stores),
     )

@@ -16,7 +16,7 @@ _PROTOCOLS = {
 
 
 def tables(summary: Summary) -> Iterator[Table]:
-    """One table per protocol and length, and one over all texts."""
+    """One table per protocol and length of tasks, one per text and length."""
     blocks = dict.fromkeys((s.protocol, s.length) for s in summary.tasks)
     for protocol, length in blocks:
         yield _scores(
@@ -24,8 +24,11 @@ def tables(summary: Summary) -> Iterator[Table]:
             length,
             [s for s in summary.tasks if (s.protocol, s.length) == (protocol, length)],
         )
-    if summary.fidelity:
-        yield _fidelity(summary.fidelity)
+    pieces = dict.fromkeys((s.text, s.length, s.continuation) for s in summary.fidelity)
+    for piece in pieces:
+        yield _fidelity(
+            [s for s in summary.fidelity if (s.text, s.length, s.continuation) == piece]
+        )
 
 
 def _scores(protocol: str, length: int, summaries: Sequence[TaskSummary]) -> Table:
@@ -53,25 +56,24 @@ def _scores(protocol: str, length: int, summaries: Sequence[TaskSummary]) -> Tab
 
 
 def _fidelity(summaries: Sequence[FidelitySummary]) -> Table:
-    table = _table("the text's continuation, against the exact cache")
-    for name in ("text", "setting", "budget"):
+    first = summaries[0]
+    table = _table(
+        f"{first.text}: {first.continuation:,} tokens after {first.length:,},"
+        " against the exact cache"
+    )
+    for name in ("setting", "budget"):
         table.add_column(name)
-    for name in ("KL, nats", "same top token", "perplexity", "exact", "stretches"):
+    for name in ("KL, nats", "same top token", "perplexity"):
         table.add_column(name, justify="right")
-    shown = ""
     for s in summaries:
-        text = f"{s.text}, {s.length:,} + {s.continuation:,}"
         table.add_row(
-            text if text != shown else "",
             "full cache" if s.setting.policy == NONE else s.setting.name,
             s.setting.budget,
             f"{s.kl.mean:.4f}",
             f"{100 * s.agreement.mean:.1f}%",
             f"{s.perplexity:.2f}",
-            f"{s.exact_perplexity:.2f}",
-            f"{s.kl.count}",
         )
-        shown = text
+    table.caption = f"mean over {first.kl.count} stretches of the text"
     return table
 
 

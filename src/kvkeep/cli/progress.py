@@ -106,16 +106,17 @@ def _lines(console: Console, clock: Callable[[], float] = time.perf_counter) -> 
 
 
 @contextmanager
-def step_progress(title: str, unit: str) -> Iterator[StepProgress]:
-    """A callback (done, total, words) that draws long work on stderr, with the time left.
+def step_progress(title: str, unit: str, console: Console | None = None) -> Iterator[StepProgress]:
+    """A callback (done, total, words) that draws long work, with the time left.
 
     The first call says how far an earlier run had come: those steps do not count as fast.
 
     Args:
         title: what is being done.
         unit: what is counted.
+        console: None draws on stderr.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True) if console is None else console
     if not console.is_terminal:
         yield _step_lines(console, title, unit)
         return

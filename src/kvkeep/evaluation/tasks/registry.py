@@ -20,7 +20,7 @@ _ALL = (
     needles.multi_value("short-number", 2),
     needles.multi_query("short-number", 4, 2),
     variables.variable_tracking(2),
-    words.common_words(3, 12, 2),
+    words.common_words(3, 20, 2),
     words.frequent_words(3, 2.0),
     questions.one_hop(),
     questions.two_hops(),

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from kvkeep.evaluation.examples import Turn
 from kvkeep.evaluation.tasks.base import Draft, Parts, Task
-from kvkeep.haystack import filled, spread_depths
+from kvkeep.haystack import filled, filler, spread_depths
 
 _LETTERS = 5
 
@@ -17,6 +17,7 @@ def variable_tracking(hops: int) -> Task:
     """One chain of `hops` assignments after the first."""
 
     def make(draft: Draft) -> Parts:
+        text = filler()
         draw = random.Random(f"kvkeep variables {draft.seed}")
         value = str(draw.randrange(10_000, 100_000))
         names: list[str] = []
@@ -30,25 +31,24 @@ def variable_tracking(hops: int) -> Task:
         document, hidden = filled(
             draft.count_tokens,
             draft.n_tokens,
-            draft.prose,
+            text,
             list(zip(said, depths, strict=True)),
             seed=draft.seed,
             avoid=[value, *names],
         )
         turn = Turn(
-            question=f"Which variables have the value {value} in the text, directly or through"
-            " other variables?",
+            question=f"Find all variables that have the value {value} in the text above.",
             answers=tuple(names),
-            answer_prefix=f"The variables with the value {value} are",
-            gold=f" {', '.join(names[:-1])} and {names[-1]}.",
+            answer_prefix=f"These variables have the value {value}: VAR",
+            gold=f" {', VAR '.join(names[:-1])} and VAR {names[-1]}.",
         )
-        details = {"hops": hops, "depth": round(hidden[0].depth, 4), "haystack": draft.prose.name}
+        details = {"hops": hops, "depth": round(hidden[0].depth, 4), "haystack": text.name}
         return Parts(document, (turn,), details=details)
 
     return Task(
         name="variable-tracking",
         version=1,
-        summary=f"all variables of a chain of {hops} hops",
+        summary=f"all variables of a chain of {hops} hops, hidden in filler",
         source="RULER (arXiv:2404.06654), section 3.2",
         scoring="fraction",
         max_tokens=40,

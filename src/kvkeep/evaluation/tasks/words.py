@@ -29,7 +29,11 @@ def common_words(common: int, times: int, others_times: int) -> Task:
             return " ".join(f"{at}. {word}" for at, word in enumerate(words, 1))
 
         document, others = _longest(draft.count_tokens, draft.n_tokens, text_of, least=common)
-        turn = _listing(top, f"What are the {common} most common words in the list above?")
+        turn = _listing(
+            top,
+            f"What are the {common} most common words in the list above?",
+            f"The {common} most common words in the list are",
+        )
         return Parts(document, (turn,), details={"times": times, "others": others})
 
     return Task(
@@ -60,8 +64,8 @@ def frequent_words(asked: int, alpha: float) -> Task:
         document, count = _longest(draft.count_tokens, draft.n_tokens, text_of, least=16 * asked)
         turn = _listing(
             words[:asked],
-            f"The text above is made of code words. What are the {asked} code words that appear"
-            " most often?",
+            f"What are the {asked} code words that appear most often in the text above?",
+            f"The {asked} code words that appear most often are",
         )
         return Parts(document, (turn,), details={"words": count, "alpha": alpha})
 
@@ -76,11 +80,11 @@ def frequent_words(asked: int, alpha: float) -> Task:
     )
 
 
-def _listing(words: Sequence[str], question: str) -> Turn:
+def _listing(words: Sequence[str], question: str, answer_prefix: str) -> Turn:
     return Turn(
         question=question,
         answers=tuple(words),
-        answer_prefix=f"The {len(words)} words are",
+        answer_prefix=answer_prefix,
         gold=f" {', '.join(words[:-1])} and {words[-1]}.",
     )
 
