@@ -16,8 +16,8 @@ from kvkeep.bench.prompting import Prompt
 from kvkeep.bench.results import DecodeResult, DecodeRun, Role, Setting
 from kvkeep.bench.timing import interleaved, rounds_told, seconds
 from kvkeep.bench.workloads import Workload, first_rows
-from kvkeep.compaction import cache_nbytes
 from kvkeep.caches import allocated_nbytes
+from kvkeep.compaction import cache_nbytes
 
 
 @dataclass(frozen=True)

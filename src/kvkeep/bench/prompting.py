@@ -24,14 +24,13 @@ from kvkeep.bench.reading import Reading, evicted_reading, stock_reading
 from kvkeep.bench.results import Compaction, Prefill, PromptResult, Setting, Stored
 from kvkeep.bench.timing import interleaved, rounds_told
 from kvkeep.bench.workloads import SyntheticShape, Workload, random_cache
-from kvkeep.caches import HeadPartitionedKVCache, RaggedKVCache, is_compact
+from kvkeep.caches import HeadPartitionedKVCache, RaggedKVCache, allocated_nbytes, is_compact
 from kvkeep.compaction import (
     cache_nbytes,
     choose_observed,
     evictable_layers,
     store_selection,
 )
-from kvkeep.caches import allocated_nbytes
 from kvkeep.policies import Policy, policy_of
 from kvkeep.spec import EvictionConfig, SnapKVEvictionResult
 
