@@ -112,7 +112,8 @@ def test_a_live_request_and_what_stays_of_it(server: Running, slow: None) -> Non
         assert now["requests"]["states"] == {"queued": 0, "prefill": 0, "decode": 1}
         assert (one["id"], one["state"], one["stream"]) == ("live-1", "decode", True)
         assert (one["policy"], one["budget"], one["status"]) == ("snapkv", "48", None)
-        assert now["in_flight"] == {"exact": 0, "compact": one["compact_bytes"]}
+        assert now["in_flight"]["exact"] == 0
+        assert now["in_flight"]["compact"] >= one["compact_bytes"]  # with room for the answer
         later = eventually(lambda: [r for r in live(server) if r["generated"] > one["generated"]])
         assert later[0]["age_s"] > one["age_s"]
         rest = response.read().decode()

@@ -224,10 +224,15 @@ class EvictingBatchGenerator(BatchGenerator):
         return {plan.governor for plan in self.plans.values() if plan.governor is not None}
 
     def _note(self, governors: set[Watcher]) -> None:
-        batches = (self._prompt_batch, self._generation_batch)
-        taken = sum(allocated_nbytes(batch.prompt_cache) for batch in batches)
+        """Tell what both batches take; of answers, each request's part as what it is."""
+        answers = self._generation_batch
+        exact = allocated_nbytes(self._prompt_batch.prompt_cache)
+        taken = allocated_nbytes(answers.prompt_cache)
+        plans = [self.plans.get(uid) for uid in answers.uids]
+        evicted = sum(plan is not None and plan.compacted_at > 0 for plan in plans)
+        compact = taken * evicted // max(len(plans), 1)
         for governor in governors:
-            governor.note(taken)
+            governor.note(exact + taken - compact, compact)
 
     # -- failures ----------------------------------------------------------------------
 

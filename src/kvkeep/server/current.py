@@ -35,8 +35,8 @@ class Watcher(Protocol):
         """Whether the prompt cache may take so many bytes."""
         ...
 
-    def note(self, in_flight: int) -> None:
-        """Bytes of the live caches at this step."""
+    def note(self, exact: int, compact: int) -> None:
+        """Bytes of the live caches' buffers at this step."""
         ...
 
 

@@ -56,7 +56,7 @@ class MemoryGovernor:
         max_store_nbytes: the user's own bound of the prompt cache, or None.
 
     Attributes:
-        in_flight: bytes of the live caches' buffers at the last step.
+        live: bytes of the live caches' buffers at the last step, "exact" and "compact".
         peak: the most that live caches and prompt cache ever took together, of the steps'.
     """
 
@@ -70,7 +70,7 @@ class MemoryGovernor:
     ) -> None:
         self.limit = limit
         self.shrink = shrink
-        self.in_flight = 0
+        self.live = {"exact": 0, "compact": 0}
         self.peak = 0
         self._store = store
         self._max_store = max_store_nbytes
@@ -140,10 +140,15 @@ class MemoryGovernor:
         self._store.trim_to(n_bytes=bound - nbytes)
         return True
 
-    def note(self, in_flight: int) -> None:
+    @property
+    def in_flight(self) -> int:
+        """Bytes of the live caches' buffers at the last step."""
+        return sum(self.live.values())
+
+    def note(self, exact: int, compact: int) -> None:
         """What the live caches take at this step."""
-        self.in_flight = in_flight
-        self.peak = max(self.peak, in_flight + self._store.nbytes)
+        self.live = {"exact": exact, "compact": compact}
+        self.peak = max(self.peak, exact + compact + self._store.nbytes)
 
     def busy(self, waited: float) -> RequestError:
         """The refusal of a request that has waited too long."""

@@ -171,7 +171,7 @@ class EvictingResponses(ResponseGenerator):
         finally:
             if (plan := current.take()) is not None:
                 self.governor.release(plan)
-            self.governor.note(0)
+            self.governor.note(0, 0)
 
     def _can_replay(self) -> bool:
         """Whether every layer gives back the window's rows (see `replay_queries`)."""

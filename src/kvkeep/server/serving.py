@@ -64,6 +64,7 @@ def serve(argv: Sequence[str], settings: ServerSettings, *, started: Started | N
     responses = EvictingResponses(provider, cache, settings)
     monitor = responses.monitor
     monitor.prompt_cache = cache.by_kind
+    monitor.in_flight = lambda: responses.governor.live
     monitor.limits = {
         "kv_memory": settings.kv_memory,
         "prompt_cache_bytes": provider.cli_args.prompt_cache_bytes,

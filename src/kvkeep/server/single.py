@@ -41,7 +41,8 @@ def stream_generate(**options: Any) -> Generator[GenerationResponse, None, None]
     for count, response in enumerate(responses):
         if plan.governor is not None and count % _STEP == 0:
             plan.governor.answering(plan)
-            plan.governor.note(allocated_nbytes(cache))
+            taken = allocated_nbytes(cache)
+            plan.governor.note(*((0, taken) if plan.compacted_at else (taken, 0)))
         yield response
 
 
@@ -71,7 +72,7 @@ def _noting(plan: Plan, cache: list[Any], progress: Progress | None) -> Progress
 
     def note(done: int, total: int) -> None:
         if plan.governor is not None:
-            plan.governor.note(allocated_nbytes(cache))
+            plan.governor.note(allocated_nbytes(cache), 0)
         if progress is not None:
             progress(done, total)
 
