@@ -9,14 +9,13 @@ const unitAt = new Uint32Array(data.tokens.length);
 const chunks = [];
 let painting = 0;
 
-// Signs for what cannot be seen, or would turn the text around it.
+// What needs a sign: what cannot be seen, or would turn the text around it.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u115f\u1160\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\u3164\ufeff\ufff9-\ufffb]|[\ud800-\udfff](?![\udc00-\udfff])/u;
-const NAMES = { 0x7f: "\u2421", 0x2028: "\u2424", 0x2029: "\u00b6" };
 
+// Its code: fonts have no picture of most of them.
 function signFor(character) {
-  const code = character.codePointAt(0);
-  if (code < 0x20) return String.fromCodePoint(0x2400 + code);
-  return NAMES[code] || `\u27e8${code.toString(16).toUpperCase().padStart(4, "0")}\u27e9`;
+  const code = character.codePointAt(0).toString(16).toUpperCase();
+  return `\u27e8${code.padStart(code.length > 2 ? 4 : 2, "0")}\u27e9`;
 }
 
 // A unit's text into a node; never as HTML.
