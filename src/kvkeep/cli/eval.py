@@ -15,6 +15,7 @@ from kvkeep.cli.eval_tables import tables
 from kvkeep.cli.loading import LoadedModel, load_model, mention_demo
 from kvkeep.cli.progress import step_progress
 from kvkeep.cli.report import print_table
+from kvkeep.demo_model import resolve_model
 from kvkeep.errors import ConfigError
 from kvkeep.evaluation import (
     PROTOCOLS,
@@ -32,6 +33,8 @@ from kvkeep.evaluation import (
     prose_digest,
     read_results,
     read_text,
+    require_lm_eval,
+    run_harness,
     run_tasks,
     run_text,
     split_names,
@@ -68,13 +71,26 @@ def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     names = "; ".join(f"{task.name}: {task.summary}" for task in TASKS.values())
     group = parser.add_argument_group("prompts")
     group.add_argument(
-        "--tasks", metavar="A,B", help=f"{names} (default: all, or none where --text is given)"
+        "--tasks",
+        metavar="A,B",
+        help=f"{names} (default: all, or none where --text or --lm-eval is given)",
     )
     group.add_argument(
         "--text",
         metavar="FILE",
         help="a text of your own: what the model predicts of it after eviction, against the exact"
         " cache",
+    )
+    group.add_argument(
+        "--lm-eval",
+        metavar="A,B",
+        help="tasks of lm-evaluation-harness, by its names (needs the extra 'lm-eval')",
+    )
+    group.add_argument(
+        "--lm-eval-include", metavar="FOLDER", help="folder with task files for it of your own"
+    )
+    group.add_argument(
+        "--shots", type=int, metavar="N", help="examples that it shows (default: the task's)"
     )
     group.add_argument(
         "--lengths",
@@ -87,7 +103,8 @@ def _add_prompt_flags(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=int,
         default=plain.limit,
-        help="examples per task and length, and stretches of a text, at most"
+        help="examples per task and length, stretches of a text, and examples of a harness task,"
+        " at most"
         " (default: %(default)s)",
     )
     group.add_argument(
@@ -176,20 +193,22 @@ def run(args: argparse.Namespace) -> int:
         split_names(args.allocations),
         split_names(args.stores),
     )
+    if args.lm_eval is not None:
+        require_lm_eval()
     plan = None if questions is None else Plan(questions, variants, split_names(args.protocols))
     prose = None if args.prose is None else prose_from_files(args.prose)
     texts = None if text is None else _text_plan(args, text, variants)
     loaded = load_model(args.model, trust_remote_code=args.trust_remote_code)
     if args.export is not None:
         return _export(args, loaded.tokenizer, questions or Questions(), prose)
-    _print(args, _evaluated(args, loaded, plan, texts, prose))
+    _print(args, _evaluated(args, loaded, variants, plan, texts, prose))
     return 0
 
 
 def _prompts(args: argparse.Namespace) -> tuple[Questions | None, str | None]:
     """The tasks' prompts, and the file to predict."""
     lengths = tuple(map(parse_length, split_names(args.lengths)))
-    if args.tasks is None and args.text is not None and args.export is None:
+    if args.tasks is None and args.export is None and (args.text or args.lm_eval):
         return None, args.text
     names = tuple(TASKS) if args.tasks is None else split_names(args.tasks)
     return Questions(names, lengths, args.limit, args.seed), args.text
@@ -209,6 +228,7 @@ def _text_plan(args: argparse.Namespace, path: str, variants: tuple[Variant, ...
 def _evaluated(
     args: argparse.Namespace,
     loaded: LoadedModel,
+    variants: tuple[Variant, ...],
     plan: Plan | None,
     texts: TextPlan | None,
     prose: Haystack | None,
@@ -216,24 +236,41 @@ def _evaluated(
     header = header_of(loaded.model, name=args.model, seed=args.seed, prose=prose_digest(prose))
     stem = Path(args.model).name or args.model
     output = args.output or f"eval-{stem}-seed{args.seed}.jsonl"
+    model, tokenizer = loaded.model, loaded.tokenizer
     records: tuple[Record, ...] = ()
     with ResultsFile(output, header) as file:
         try:
             if plan is not None:
                 with step_progress("evaluating", "results") as report:
-                    records += run_tasks(
-                        loaded.model, loaded.tokenizer, plan, file, prose=prose, progress=report
-                    )
+                    records += run_tasks(model, tokenizer, plan, file, prose=prose, progress=report)
             if texts is not None:
                 with step_progress("predicting", "results") as report:
-                    records += run_text(
-                        loaded.model, loaded.tokenizer, texts, file, progress=report
-                    )
+                    records += run_text(model, tokenizer, texts, file, progress=report)
+            if args.lm_eval is not None:
+                records += _harness(args, model, variants, file)
         except KeyboardInterrupt:
             line = f"interrupted; the same command goes on from {output}"
             Console(stderr=True).print(line, highlight=False, soft_wrap=True)
             raise
     return records
+
+
+def _harness(
+    args: argparse.Namespace, model: Any, variants: tuple[Variant, ...], file: ResultsFile
+) -> tuple[Record, ...]:
+    with step_progress("lm_eval", "results") as report:
+        return run_harness(
+            str(resolve_model(args.model)),
+            model,
+            split_names(args.lm_eval),
+            variants,
+            file,
+            limit=args.limit,
+            shots=args.shots,
+            include=args.lm_eval_include,
+            trust_remote_code=args.trust_remote_code,
+            progress=report,
+        )
 
 
 def _print(args: argparse.Namespace, records: tuple[Record, ...]) -> None:
@@ -242,9 +279,12 @@ def _print(args: argparse.Namespace, records: tuple[Record, ...]) -> None:
         json.dump(dataclasses.asdict(summary), sys.stdout, indent=1)
         print()
         return
-    for table in tables(summary):
+    console = Console(highlight=False)
+    for title, table, caption in tables(summary):
+        console.print(title, style="bold")
         print_table(table)
-        print()
+        console.print(caption, style="dim")
+        console.print()
 
 
 def _export(

@@ -11,8 +11,16 @@ from kvkeep.evaluation.asking import (
 from kvkeep.evaluation.examples import Example, Turn
 from kvkeep.evaluation.export import export_examples
 from kvkeep.evaluation.fidelity import TextPlan, read_text, run_text
+from kvkeep.evaluation.harness import evicting_lm, require_lm_eval, run_harness
 from kvkeep.evaluation.reading import Reading, evicted, read
-from kvkeep.evaluation.records import FidelityRecord, Header, Record, TaskRecord, header_of
+from kvkeep.evaluation.records import (
+    FidelityRecord,
+    HarnessRecord,
+    Header,
+    Record,
+    TaskRecord,
+    header_of,
+)
 from kvkeep.evaluation.rendering import Rendered, Tokens, fitted, render, tokenize
 from kvkeep.evaluation.results import Results, ResultsFile, read_results
 from kvkeep.evaluation.running import Plan, run_tasks
@@ -47,6 +55,7 @@ __all__ = [
     "Example",
     "FidelityRecord",
     "FidelitySummary",
+    "HarnessRecord",
     "Header",
     "Interval",
     "Plan",
@@ -66,6 +75,7 @@ __all__ = [
     "Turn",
     "Variant",
     "evicted",
+    "evicting_lm",
     "example_of",
     "export_examples",
     "fitted",
@@ -77,6 +87,8 @@ __all__ = [
     "read_results",
     "read_text",
     "render",
+    "require_lm_eval",
+    "run_harness",
     "run_tasks",
     "run_text",
     "score",

@@ -52,6 +52,8 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
         if not isinstance(value, dict):
             raise _wrong(name, value)
         return {key: _typed(part, inner[1], name) for key, part in value.items()}
+    if kind is type(None) and value is None:
+        return None
     if kind is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
     if type(value) is not kind or kind is float:

@@ -173,10 +173,49 @@ class FidelityRecord:
         return Setting(self.policy, self.budget, self.allocation, self.store, self.options)
 
 
-Record = TaskRecord | FidelityRecord
-KINDS: Mapping[str, type[TaskRecord] | type[FidelityRecord]] = {
+@dataclass(frozen=True)
+class HarnessRecord:
+    """A task of lm-evaluation-harness under one setting.
+
+    Attributes:
+        task: its name there.
+        lm_eval: version.
+        limit: examples, at most; None is all.
+        shots: examples in the prompt; None is the task's own number.
+        policy, budget, allocation, store, options: the setting.
+        metrics: what the harness reports, by its names.
+        kind: "harness".
+    """
+
+    task: str
+    lm_eval: str
+    limit: int | None
+    shots: int | None
+    policy: str
+    budget: str
+    allocation: str
+    store: str
+    options: Mapping[str, Option]
+    metrics: Mapping[str, float]
+    kind: str = "harness"
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As in `TaskRecord`."""
+        where = (self.task, self.lm_eval, str(self.limit), str(self.shots))
+        return (self.kind, *where, self.setting.key)
+
+    @property
+    def setting(self) -> Setting:
+        """The setting's names."""
+        return Setting(self.policy, self.budget, self.allocation, self.store, self.options)
+
+
+Record = TaskRecord | FidelityRecord | HarnessRecord
+KINDS: Mapping[str, type[Record]] = {
     "task": TaskRecord,
     "fidelity": FidelityRecord,
+    "harness": HarnessRecord,
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvkeep.evaluation.records import FidelityRecord, Record, TaskRecord
+from kvkeep.evaluation.records import FidelityRecord, HarnessRecord, Record, TaskRecord
 from kvkeep.evaluation.settings import NONE, Setting
 from kvkeep.evaluation.tasks import TASKS
 
@@ -98,10 +98,12 @@ class Summary:
     Attributes:
         tasks: by protocol, length, task (`ALL_TASKS` last) and setting.
         fidelity: by text, length and setting.
+        harness: records of lm-evaluation-harness as they are.
     """
 
     tasks: tuple[TaskSummary, ...]
     fidelity: tuple[FidelitySummary, ...]
+    harness: tuple[HarnessRecord, ...] = ()
 
 
 def summarise(records: Iterable[Record]) -> Summary:
@@ -120,7 +122,11 @@ def summarise(records: Iterable[Record]) -> Summary:
             for _, of_setting in _grouped(some, lambda r: r.setting.key):
                 found.append(_task(task, length, protocol, of_setting, exact))
     blocks = _grouped(texts, lambda r: (r.text, r.length, r.continuation, r.setting.key))
-    return Summary(tuple(found), tuple(_fidelity(block) for _, block in blocks))
+    return Summary(
+        tasks=tuple(found),
+        fidelity=tuple(_fidelity(block) for _, block in blocks),
+        harness=tuple(record for record in held if isinstance(record, HarnessRecord)),
+    )
 
 
 def wilson(values: Sequence[float]) -> Interval:
