@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import mlx_lm
 import numpy as np
 import pytest
 
@@ -82,11 +83,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_folder(tmp_path_factory.mktemp("model") / "tiny"))
 
 
+@pytest.fixture(scope="module")
+def loaded(folder: str) -> tuple[Any, Any]:
+    model, tokenizer = mlx_lm.load(folder)[:2]
+    return model, tokenizer
+
+
 @pytest.mark.parametrize("config", [None, CONFIG])
 def test_choices_are_scored_over_the_compacted_context(
-    lm_eval: StandIn, folder: str, config: EvictionConfig | None
+    lm_eval: StandIn, loaded: tuple[Any, Any], config: EvictionConfig | None
 ) -> None:
-    lm = evicting_lm(folder, config)
+    lm = evicting_lm(*loaded, config)
     found = lm.loglikelihood([request(CONTEXT, choice) for choice in CHOICES])
     assert len(found) == len(CHOICES)
     model, tokens = lm._model, lm.tokenizer.encode(CONTEXT)
@@ -105,11 +112,13 @@ def test_choices_are_scored_over_the_compacted_context(
         assert bool(greedy) == (rows.argmax(-1) == more).all()
 
 
-def test_generation_goes_on_from_the_compacted_context(lm_eval: StandIn, folder: str) -> None:
+def test_generation_goes_on_from_the_compacted_context(
+    lm_eval: StandIn, loaded: tuple[Any, Any]
+) -> None:
     """In batches of two, with contexts of other lengths, down to a single token."""
     contexts = [CONTEXT, CONTEXT + "Why? ", CONTEXT * 2, "a"]
     for config in (CONFIG, None):
-        lm = evicting_lm(folder, config, batch_size=2)
+        lm = evicting_lm(*loaded, config, batch_size=2)
         found = lm.generate_until([request(text, {"max_gen_toks": 12}) for text in contexts])
         for text, ours in zip(contexts, found, strict=True):
             right = kvkeep.generate(
@@ -141,20 +150,19 @@ def test_answers_end_at_the_first_stop(
     assert answer_of(text, until, thought) == right
 
 
-def test_rolling_likelihoods_are_refused(lm_eval: StandIn, folder: str) -> None:
+def test_rolling_likelihoods_are_refused(lm_eval: StandIn, loaded: tuple[Any, Any]) -> None:
     with pytest.raises(ConfigError, match="no prompt that could be evicted"):
-        evicting_lm(folder, CONFIG).loglikelihood_rolling([request("a")])
+        evicting_lm(*loaded, CONFIG).loglikelihood_rolling([request("a")])
 
 
 def test_settings_are_evaluated_once_and_kept(
-    lm_eval: StandIn, folder: str, tmp_path: Path
+    lm_eval: StandIn, loaded: tuple[Any, Any], tmp_path: Path
 ) -> None:
     path, variants = tmp_path / "a.jsonl", variants_of(("snapkv", "random"), ("25%",))
-    model = evicting_lm(folder, None)._model
 
     def evaluated(*tasks: str, limit: int | None = 2) -> list[HarnessRecord]:
-        with results_file(path, model) as file:
-            found = run_harness(folder, model, tasks, variants, file, limit=limit)
+        with results_file(path, loaded[0]) as file:
+            found = run_harness(*loaded, tasks, variants, file, limit=limit)
         return [record for record in found if isinstance(record, HarnessRecord)]
 
     first = evaluated("choosing")

@@ -118,6 +118,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["a.jsonl"]
 
 
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with ResultsFile(path, HEADER):
+        with pytest.raises(EvaluationError, match="another run is writing"):
+            ResultsFile(path, HEADER)
+        assert read_results(path).records == ()
+    assert written(path, task()).endswith(b"}\n")
+
+
 @pytest.mark.parametrize("cut", range(1, 40, 7))
 def test_a_half_written_line_is_dropped_and_written_again(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "a.jsonl"

@@ -15,7 +15,6 @@ from kvkeep.cli.eval_tables import tables
 from kvkeep.cli.loading import LoadedModel, load_model, mention_demo
 from kvkeep.cli.progress import step_progress
 from kvkeep.cli.report import print_table
-from kvkeep.demo_model import resolve_model
 from kvkeep.errors import ConfigError
 from kvkeep.evaluation import (
     PROTOCOLS,
@@ -247,7 +246,7 @@ def _evaluated(
                 with step_progress("predicting", "results") as report:
                     records += run_text(model, tokenizer, texts, file, progress=report)
             if args.lm_eval is not None:
-                records += _harness(args, model, variants, file)
+                records += _harness(args, loaded, variants, file)
         except KeyboardInterrupt:
             line = f"interrupted; the same command goes on from {output}"
             Console(stderr=True).print(line, highlight=False, soft_wrap=True)
@@ -256,19 +255,21 @@ def _evaluated(
 
 
 def _harness(
-    args: argparse.Namespace, model: Any, variants: tuple[Variant, ...], file: ResultsFile
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    variants: tuple[Variant, ...],
+    file: ResultsFile,
 ) -> tuple[Record, ...]:
     with step_progress("lm_eval", "results") as report:
         return run_harness(
-            str(resolve_model(args.model)),
-            model,
+            loaded.model,
+            loaded.tokenizer,
             split_names(args.lm_eval),
             variants,
             file,
             limit=args.limit,
             shots=args.shots,
             include=args.lm_eval_include,
-            trust_remote_code=args.trust_remote_code,
             progress=report,
         )
 

@@ -43,12 +43,13 @@ def require_lm_eval() -> ModuleType:
 
 
 def evicting_lm(
-    path: str,
+    model: Any,
+    tokenizer: Any,
     config: EvictionConfig | None,
     *,
+    max_tokens: int | None = None,
     batch_size: int = 8,
     use_chat_template: bool | None = None,
-    trust_remote_code: bool = False,
     prefill_step: int = 2048,
 ) -> Any:
     """A model of lm-evaluation-harness whose prompts are evicted: mlx-lm's `MLXLM`, extended.
@@ -58,11 +59,11 @@ def evicting_lm(
     likelihoods of several choices come from one compact cache, and generation starts from it.
 
     Args:
-        path: model folder or hub repository.
+        model, tokenizer: as mlx-lm loads them.
         config: None runs exact, through the same path.
+        max_tokens: of an answer, whatever the task says.
         batch_size: prompts that are generated from at once.
         use_chat_template: None is: if the tokenizer has one.
-        trust_remote_code: as in mlx_lm.
         prefill_step: tokens per chunk.
 
     Raises:
@@ -72,6 +73,14 @@ def evicting_lm(
     evaluate = importlib.import_module("mlx_lm.evaluate")
 
     class EvictingLM(evaluate.MLXLM):
+        def __init__(self) -> None:
+            super(evaluate.MLXLM, self).__init__()  # MLXLM's own would load the model again
+            self._model, self.tokenizer = model, tokenizer
+            self._max_tokens, self._batch_size = max_tokens, batch_size
+            self._sampler = None
+            templated = tokenizer.chat_template is not None
+            self.use_chat_template = templated if use_chat_template is None else use_chat_template
+
         def _process_prompt(
             self, prompt: Sequence[int], step_size: int = prefill_step
         ) -> tuple[mx.array, list[Any]]:
@@ -94,42 +103,57 @@ def evicting_lm(
         def generate_until(self, requests: Any) -> list[str]:
             asked = [request.args for request in requests]
             found: list[str] = []
-            for start in range(0, len(asked), self._batch_size):
-                found += self._generated(asked[start : start + self._batch_size])
+            for start in range(0, len(asked), batch_size):
+                found += generated(
+                    model,
+                    tokenizer,
+                    asked[start : start + batch_size],
+                    config,
+                    max_tokens=max_tokens,
+                    special=not self.use_chat_template,
+                    step=prefill_step,
+                )
             return found
 
-        def _generated(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-            special = not self.use_chat_template
-            prompts = [
-                list(self.tokenizer.encode(text, add_special_tokens=special)) for text, _ in asked
-            ]
-            caches = [
-                prompt_cache_of(self._model, self.tokenizer, tokens, config, prefill_step)
-                for tokens in prompts
-            ]
-            most = [
-                self._max_tokens or options.get("max_gen_toks", _DEFAULT_TOKENS)
-                for _, options in asked
-            ]
-            texts = batch_generate(
-                self._model,
-                self.tokenizer,
-                [tokens[-1:] for tokens in prompts],
-                prompt_caches=caches,
-                max_tokens=most,
-            ).texts
-            thinks = self.tokenizer.think_end if self.tokenizer.has_thinking else None
-            return [
-                answer_of(text, options.get("until", ()), thinks)
-                for text, (_, options) in zip(texts, asked, strict=True)
-            ]
+    return EvictingLM()
 
-    return EvictingLM(
-        path,
-        batch_size=batch_size,
-        use_chat_template=use_chat_template,
-        trust_remote_code=trust_remote_code,
-    )
+
+def generated(
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[tuple[str, Mapping[str, Any]]],
+    config: EvictionConfig | None,
+    *,
+    max_tokens: int | None = None,
+    special: bool = False,
+    step: int = 2048,
+) -> list[str]:
+    """Greedy answers to requests of one batch, each over its own compact cache.
+
+    Args:
+        asked: (context, the harness's options: "until", "max_gen_toks").
+        config: None runs exact.
+        max_tokens: of an answer; None is what the options say.
+        special: add the tokenizer's special tokens.
+        step: tokens per chunk of a prefill.
+    """
+    prompts = [list(tokenizer.encode(text, add_special_tokens=special)) for text, _ in asked]
+    texts = batch_generate(
+        model,
+        tokenizer,
+        [tokens[-1:] for tokens in prompts],
+        prompt_caches=[
+            prompt_cache_of(model, tokenizer, tokens, config, step) for tokens in prompts
+        ],
+        max_tokens=[
+            max_tokens or options.get("max_gen_toks", _DEFAULT_TOKENS) for _, options in asked
+        ],
+    ).texts
+    thinks = tokenizer.think_end if tokenizer.has_thinking else None
+    return [
+        answer_of(text, options.get("until", ()), thinks)
+        for text, (_, options) in zip(texts, asked, strict=True)
+    ]
 
 
 def prompt_cache_of(
@@ -167,8 +191,8 @@ def answer_of(text: str, until: str | Sequence[str], think_end: str | None = Non
 
 
 def run_harness(
-    path: str,
     model: Any,
+    tokenizer: Any,
     tasks: Sequence[str],
     variants: Sequence[Variant],
     file: ResultsFile,
@@ -177,14 +201,12 @@ def run_harness(
     shots: int | None = None,
     batch_size: int = 8,
     include: str | Path | None = None,
-    trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Record, ...]:
     """Evaluate harness tasks under each setting; what the file holds is not computed again.
 
     Args:
-        path: of the model, for the harness.
-        model: the same, for head profiles.
+        model, tokenizer: as mlx-lm loads them.
         tasks: names that lm_eval knows.
         variants: settings.
         file: its header must be of this model.
@@ -192,7 +214,6 @@ def run_harness(
         shots: examples shown in the prompt; None is the task's own.
         batch_size: prompts at once.
         include: folder with task files of one's own.
-        trust_remote_code: as in mlx_lm.
         progress: called before the first result and after each.
 
     Returns:
@@ -222,10 +243,10 @@ def run_harness(
         if not missing:
             continue
         lm = evicting_lm(
-            path,
+            model,
+            tokenizer,
             variant.config,
             batch_size=batch_size,
-            trust_remote_code=trust_remote_code,
             prefill_step=file.header.prefill_step,
         )
         for task in missing:

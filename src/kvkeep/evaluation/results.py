@@ -7,12 +7,17 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvkeep.errors import EvaluationError
 from kvkeep.evaluation.plain import as_plain, from_plain
 from kvkeep.evaluation.records import KINDS, SCHEMA, SCHEMA_VERSION, TOLD, Header, Record
 from kvkeep.evaluation.writing import write_text
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 _ANEW = "Give another --output, or move the file away to begin anew."
 
@@ -52,22 +57,28 @@ class ResultsFile:
         records: all so far.
 
     Raises:
-        EvaluationError: the file is foreign, damaged, or cannot be written.
+        EvaluationError: the file is foreign, damaged, cannot be written, or another run is
+            writing to it.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
         self.path = Path(path)
         if not self.path.exists():
             write_text(self.path, _line(as_plain(header)))
-        results, size = _read(self.path)
-        _require_same(self.path, results.header, header)
-        self.header, self.records = results.header, list(results.records)
         try:
-            if self.path.stat().st_size > size:  # a line that an interruption cut off
-                os.truncate(self.path, size)
             self._file = self.path.open("ab")
         except OSError as error:
             raise EvaluationError(f"cannot write {self.path}", received=str(error)) from error
+        try:
+            _lock(self.path, self._file)
+            results, size = _read(self.path)
+            _require_same(self.path, results.header, header)
+            if self.path.stat().st_size > size:  # a line that an interruption cut off
+                os.truncate(self.path, size)
+        except BaseException:
+            self._file.close()
+            raise
+        self.header, self.records = results.header, list(results.records)
         self._keys = {record.key for record in self.records}
 
     def __contains__(self, key: tuple[str, ...]) -> bool:
@@ -96,6 +107,18 @@ class ResultsFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _lock(path: Path, file: IO[bytes]) -> None:
+    """Hold the file until it is closed: two runs would compute and write everything twice."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise EvaluationError(
+            f"another run is writing to {path}", remedy="Wait for it, or give another --output."
+        ) from error
 
 
 def _line(values: dict[str, Any]) -> str:
