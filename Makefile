@@ -26,7 +26,7 @@ STAMP := $(VENV)/.ready-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test lint format bench needles build check-wheel clean
+.PHONY: help setup demo test soak lint format bench needles build check-wheel clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -69,6 +69,9 @@ demo: setup ## ask the real model about a long document, with the exact cache an
 
 test: setup ## every test but those marked slow
 	$(PY) -m pytest
+
+soak: setup ## hundreds of requests to a server of a tiny model, and what is left of them
+	$(PY) -m pytest -m slow tests/test_serve_soak.py
 
 lint: setup ## ruff, ruff format --check, pyright
 	$(BIN)/ruff check .
