@@ -51,11 +51,12 @@ def test_a_short_soak(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_long_soak(
     server: Running, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], seed: int
 ) -> None:
-    assert soak(server, 600, 400, caplog, capfd, seed=seed, warm_up=150) >= 500
+    assert soak(server, 600, 900, caplog, capfd, seed=seed, warm_up=150) >= 500
 
 
 def soak(
