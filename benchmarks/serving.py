@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import signal
 import sys
 import threading
 import time
@@ -59,6 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     from kvkeep.demo_model import resolve_model
 
+    # The servers must end with this process, however it is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console()
     if not console.is_terminal:
         console.width = 160
