@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.generate import PromptProcessingBatch
@@ -57,16 +58,36 @@ def send_all(server: Running, bodies: list[Any]) -> list[tuple[int, Any]]:
         return list(pool.map(server.send, bodies))
 
 
+def active_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of all arrays after each step of a batch, as MLX counts them."""
+    seen: list[int] = []
+    step = batching.EvictingBatchGenerator._next
+
+    def measured(self: Any) -> Any:
+        found = step(self)
+        mx.synchronize()
+        seen.append(mx.get_active_memory())
+        return found
+
+    monkeypatch.setattr(batching.EvictingBatchGenerator, "_next", measured)
+    return seen
+
+
 # -- bounds ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("evicted", [True, False])
 @pytest.mark.parametrize("keep_compact", [True, False])
 def test_twelve_at_once_stay_within_the_memory_of_three(
-    folder: str, estimate: Estimate, evicted: bool, keep_compact: bool
+    folder: str,
+    estimate: Estimate,
+    evicted: bool,
+    keep_compact: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kv = None if evicted else EXACT
-    bodies = [chat(f"You are {i}.", LOG, kv=kv, max_tokens=20 + 3 * i) for i in range(12)]
+    active = active_memory(monkeypatch)
+    bodies = [chat(f"You are {i}.", LOG * 3, kv=kv, max_tokens=20 + 3 * i) for i in range(12)]
     limit = 3 * worth(estimate, bodies[-1], CONFIG if evicted else None) + 1000
     settings: dict[str, Any] = {"config": CONFIG, "evicting": True}
     with running(folder, **settings) as fresh:
@@ -74,7 +95,11 @@ def test_twelve_at_once_stay_within_the_memory_of_three(
     with running(
         folder, kv_memory=limit, kv_queue_seconds=60, keep_compact=keep_compact, **settings
     ) as server:
+        mx.synchronize()
+        before = mx.get_active_memory()
+        active.clear()
         answers = send_all(server, bodies)
+        assert max(active) - before <= 1.05 * limit  # of all live arrays, whoever counts them
         assert [status for status, _ in answers] == [200] * 12  # all had the time to wait
         assert [text_of(answer) for _, answer in answers] == alone
         governor = server.responses.governor
