@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -202,9 +203,8 @@ def test_a_client_that_leaves_frees_its_memory(
 ) -> None:
     generated = count_steps(monkeypatch, alone)
     body = chat("Be brief.", LOG, max_tokens=100000, stream=stream, **alone)
-    connection = server.open(body)
-    eventually(lambda: generated and generated[0] > 3)
-    connection.close()
+    with contextlib.closing(server.open(body)):
+        eventually(lambda: generated and generated[0] > 3)
     eventually(lambda: len(server.responses.monitor.snapshot().live) == 0)
     eventually(lambda: server.responses.governor.in_flight == 0)
     now = generated[0]
@@ -241,7 +241,7 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, alone: dict[str, int]) -> list[
 def test_a_client_that_leaves_while_it_waits_is_never_begun(
     folder: str, estimate: Estimate
 ) -> None:
-    body = chat("Be brief.", LOG, max_tokens=400)
+    body = chat("Be brief.", LOG, max_tokens=4000)
     limit = worth(estimate, body, CONFIG) + 1000
     with (
         running(
@@ -251,9 +251,8 @@ def test_a_client_that_leaves_while_it_waits_is_never_begun(
     ):
         first = pool.submit(server.send, body)
         eventually(lambda: server.responses.governor.reserved > 0)
-        waiting = server.open(body)
-        eventually(lambda: len(server.responses.admission) == 1)
-        waiting.close()
+        with contextlib.closing(server.open(body)):
+            eventually(lambda: len(server.responses.admission) == 1)
         eventually(lambda: len(server.responses.admission) == 0)
         assert first.result()[0] == 200
         eventually(lambda: not server.responses.monitor.snapshot().live)
