@@ -24,6 +24,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("attention",),
     ("views",),
     ("choosing",),
+    ("evictable",),
     ("compaction",),
     ("by_head",),
     ("suite",),

@@ -38,19 +38,39 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "gemma": {**_SMALL, "head_dim": 16},
     "gemma3_text": {"num_hidden_layers": 4, "sliding_window_pattern": 2, "sliding_window": 12},
-    "gemma3n": {"text_config.num_hidden_layers": 6, "text_config.layer_types": ["sliding_attention", "full_attention"] * 3, "text_config.activation_sparsity_pattern": [0.5] * 6},
+    "gemma3n": {
+        "text_config.num_hidden_layers": 6,
+        "text_config.layer_types": ["sliding_attention", "full_attention"] * 3,
+        "text_config.activation_sparsity_pattern": [0.5] * 6,
+    },
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "num_key_value_heads": 4},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2},
-    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_local_experts": 4, "sliding_window": 12},
+    "gpt_oss": {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "sliding_window": 12,
+    },
     "internlm2": _SMALL,
     "internlm3": _SMALL,
     "iquestloopcoder": {"loop_window_size": 12},
     "lfm2": {"hidden_size": 64, "block_dim": 64, "block_ff_dim": 64},
     "lfm2_moe": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64},
     "llama": {**_SMALL, "layer_types": ["full_attention"] * 2},
-    "mamba": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "time_step_rank": 4},
+    "mamba": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "time_step_rank": 4,
+    },
     "minicpm": _SMALL,
-    "nanochat": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2},
+    "nanochat": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+    },
     "olmo3": {"sliding_window": 12},
     "openelm": {
         "model_dim": 64,
@@ -64,7 +84,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "pixtral": {"text_config.hidden_size": 64, "text_config.intermediate_size": 64},
     "plamo": {**_SMALL, "num_attention_heads": 8, "n_shared_head": 4},
     "qwen2": _SMALL,
-    "qwen2_moe": {**_SMALL, "num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "qwen2_moe": {
+        **_SMALL,
+        "num_experts": 4,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
     "qwen3": {**_SMALL, "head_dim": 16},
     "qwen3_moe": {**_SMALL, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 64},
     "mimo_v2_flash": {"sliding_window_size": 12},
@@ -109,9 +134,9 @@ def build(kind: str, seed: int = 0) -> Any:
 
 
 def _sharper(path: str, weight: mx.array) -> mx.array:
-    """Queries that tell rows apart, sinks that count, and output that can be noticed."""
+    """Queries that tell rows apart, sinks that count, and no zeros where a checkpoint has none."""
     name = path.removesuffix(".weight").rpartition(".")[2]
-    if name == "sinks" or name.endswith("sink_bias"):
+    if name == "sinks" or name.endswith(("sink_bias", "conv_k", "conv_v")):
         return mx.random.normal(weight.shape)
     if name in ("q_proj", "q_b_proj", "o_proj", "qkv_proj", "query_key_value", "wqkv", "wo"):
         return weight * 3

@@ -113,7 +113,9 @@ def _masking(
 ) -> tuple[Callable[..., mx.array], set[int]]:
     seen: set[int] = set()
 
-    def call(q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, **more: Any) -> mx.array:
+    def call(
+        q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, **more: Any
+    ) -> mx.array:
         index = owners.of(k, cache)
         if index in hidden:
             seen.add(index)
@@ -145,7 +147,7 @@ def _hide_in_mask(leaf: Any, hidden: np.ndarray) -> None:
     assert len(hidden) == 1, "one mask serves all heads"
 
     def make_mask(n: int, *_: Any, **__: Any) -> mx.array:
-        return mx.array(_allowed(hidden, n, leaf.offset + n)[0])
+        return mx.array(_allowed(hidden, n, leaf.offset + n)[None])
 
     leaf.make_mask = make_mask
 

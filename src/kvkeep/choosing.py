@@ -68,10 +68,10 @@ class Chooser:
             CacheError: one set is needed, and layers or heads hold different positions.
             BudgetError: the budget does not hold what is protected.
         """
-        if not self.seen.all_seen:
+        if self.seen.one_set:
             require_choosable(cache, layers, self.config, self.policy, one_set=True)
-            _require_one_count(self.allocation)
-        if self.policy.scope == "model" or not self.seen.all_seen:
+            require_one_count(self.allocation)
+        if self.policy.scope == "model" or self.seen.one_set:
             return self._fitting(cache, layers, self._model(cache, layers))
         if self.allocation.sight == "model" or self._may_exceed(cache, layers):
             ranked = {index: self._ranked(cache[index], index) for index in layers}
@@ -97,7 +97,7 @@ class Chooser:
     @property
     def _shared(self) -> bool:
         """Whether one set of positions serves all heads of a layer."""
-        one = self.policy.scope == "model" or not self.seen.all_seen
+        one = self.policy.scope == "model" or self.seen.one_set or self.seen.facts.heads_alike
         return (one or self.config.store == "shared") and not self.allocation.by_head
 
     def _ranked(self, cache: Any, index: int) -> tuple[Ranked, ...]:
@@ -342,7 +342,7 @@ def require_compatible(config: EvictionConfig, policy: Policy, allocation: Alloc
         )
 
 
-def _require_one_count(allocation: Allocation) -> None:
+def require_one_count(allocation: Allocation) -> None:
     """Refuse counts that differ by layer where the model needs one set of rows.
 
     Raises:
@@ -350,7 +350,7 @@ def _require_one_count(allocation: Allocation) -> None:
     """
     if allocation.name != "uniform":
         raise ConfigError(
-            "this model's own attention keeps one set of rows for the whole model",
+            "one mask serves all layers and heads of this model: they keep one set of rows",
             expected="allocation 'uniform'",
             received=allocation.name,
         )
