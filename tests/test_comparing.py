@@ -10,8 +10,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 import kvkeep
+from kvkeep.caches import allocated_nbytes
 from kvkeep.compaction import cache_nbytes
-from kvkeep.comparing import Comparison, allocated_nbytes, compare
+from kvkeep.comparing import Comparison, compare
 from kvkeep.errors import CacheError, ConfigError, PromptError
 from tiny_models import random_tokens, tiny_llama, tiny_tokenizer
 

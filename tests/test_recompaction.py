@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import kvkeep
 from bare_models import cache_bytes, tiny_model
 from kvkeep import EvictionConfig
-from kvkeep.compaction import evictable_layers, prefill_and_compact
+from kvkeep.compaction import prefill_and_compact
 from kvkeep.errors import (
     BudgetError,
     CacheError,
@@ -20,6 +20,7 @@ from kvkeep.errors import (
     SelectionError,
     UnsupportedModelError,
 )
+from kvkeep.evictable import full_attention_layers
 from oracles import logits_of, numpy_llama, prefilled
 from tiny_models import random_tokens, tiny_bare_model, tiny_llama
 
@@ -286,4 +287,4 @@ def test_quantised_and_batched_layers_are_refused() -> None:
     mixed = [kvkeep.PositionPreservingKVCache.merge([a]) for a in compact]
     for cache in (quantised, batch, mixed):
         with pytest.raises(CacheError, match=type(cache[0]).__name__):
-            evictable_layers(model, cache)
+            full_attention_layers(model, cache)

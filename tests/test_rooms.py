@@ -27,6 +27,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("evictable",),
     ("compaction",),
     ("by_head",),
+    ("footprint",),
     ("suite",),
     ("reuse",),
     ("generation",),
@@ -35,7 +36,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("haystack",),
     ("heads",),
     ("demo_model",),
-    ("server", "evaluation", "bench", "inspect"),
+    ("pages",),
+    ("server", "evaluation", "bench", "inspecting"),
     ("cli",),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}

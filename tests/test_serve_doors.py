@@ -220,6 +220,17 @@ def test_kv_over_the_servers_defaults() -> None:
 # -- flags -----------------------------------------------------------------------------
 
 
+def test_options_of_the_servers_policy_are_not_those_of_another() -> None:
+    config = EvictionConfig.parse({"policy": "snapkv", "window": 8, "budget": 9, "alpha": None})
+    settings = ServerSettings(config=config, evicting=True)
+    asked = parse_kv({"policy": "expected_attention"}, settings).config
+    assert asked == EvictionConfig(policy="expected_attention", budget=9)
+    asked = parse_kv({"policy": "snapkv", "allocation": "adaptive"}, settings).config
+    assert asked == EvictionConfig(policy="snapkv", window=8, budget=9, allocation="adaptive")
+    with pytest.raises(RequestError, match="no option 'window'"):
+        parse_kv({"policy": "expected_attention", "window": 8}, settings)
+
+
 def settings_of(*argv: str) -> tuple[ServerSettings, list[str]]:
     args, others = build_parser().parse_known_args(["serve", *argv])
     return command.settings_of(args), others

@@ -65,6 +65,7 @@ def streamed(server: Running, which: int) -> tuple[str, dict[str, Any]]:
     assert usage is not None
     report = dict(usage.kv)
     report.pop("compact_ms")
+    report.pop("reuse")
     return text, report
 
 

@@ -295,7 +295,7 @@ def compact_prefilled(
     first = leaves[full_attention_layers(model, cache)[0]]
     length, rows = first.offset, first.size()
     if length <= config.min_tokens or rows <= _known_rows(config.limit, length):
-        return _result(list(cache), Selection(length, {}), cache_nbytes(cache))
+        return kept_as_it_is(cache, length)
     found = evictable(model, cache)
     layers, facts = found.layers, found.facts
     require_possible(model, found, config, policy, allocation, batched=True)
@@ -314,6 +314,11 @@ def compact_prefilled(
     score = time.perf_counter() - start
     result = store_selection(list(cache), selection, config.store)
     return replace(result, times=replace(result.times, score=score))
+
+
+def kept_as_it_is(cache: list[Any], length: int) -> SnapKVEvictionResult:
+    """The result of evicting nothing from a cache, exact or compact, of `length` positions."""
+    return _result(list(cache), Selection(length, {}), cache_nbytes(cache))
 
 
 def _known_rows(budget: Budget, length: int) -> int:

@@ -14,11 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvkeep.attention import ProgressCallback
-from kvkeep.caches import (
-    CompactCache,
-    PositionPreservingKVCache,
-    PositionPreservingQuantizedKVCache,
-)
+from kvkeep.caches import CompactCache, allocated_nbytes
 from kvkeep.compaction import cache_nbytes, checked_prompt, prefill_and_compact
 from kvkeep.errors import CacheError, ConfigError, PromptError
 from kvkeep.generation import (
@@ -162,17 +158,6 @@ def compare(
         kv=replace(done, cache=[]),
         peak_memory=mx.get_peak_memory(),
     )
-
-
-def allocated_nbytes(cache: list[Any]) -> int:
-    """Bytes of all buffers of a cache list, room for more rows included."""
-    total = 0
-    for layer in cache:
-        if isinstance(layer, PositionPreservingKVCache | PositionPreservingQuantizedKVCache):
-            total += layer.allocated_nbytes
-        elif not layer.empty():
-            total += int(layer.nbytes)  # stock caches report their buffers
-    return total
 
 
 def _answer(

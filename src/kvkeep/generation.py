@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,7 @@ def stream_generate(
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int = 2048,
     prompt_progress_callback: ProgressCallback | None = None,
+    on_prefilled: Callable[[list[Any]], None] | None = None,
     **kwargs: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """Like `mlx_lm.stream_generate`, over a cache compacted after the prefill.
@@ -66,6 +68,9 @@ def stream_generate(
         draft_model: for speculative decoding; its own cache stays exact.
         prompt_cache: caches to continue (exact or compact); updated in place. With a draft
             model, its caches may follow the model's, as in mlx-lm.
+        on_prefilled: called once with the layers as they were before they were compacted, the
+            draft model's after them: T - 1 positions. They are the callee's to keep; the
+            whole exact cache lives as long as they do.
         kwargs: as in mlx-lm's `generate_step`.
 
     Raises:
@@ -99,6 +104,7 @@ def stream_generate(
             prefill_step_size,
             prompt_progress_callback,
             repeat,
+            on_prefilled,
         )
     if processors := kwargs.get("logits_processors"):
         kwargs["logits_processors"] = [with_prefix(tokens[:-1], p) for p in processors]
@@ -203,10 +209,11 @@ def _prepare(
     step: int,
     progress: ProgressCallback | None,
     repeat: RepeatPrompt | None,
+    on_prefilled: Callable[[list[Any]], None] | None,
 ) -> _Ready:
     """Prefill and compact all but the last token, on the current stream."""
     start = time.perf_counter()
-    kv = None
+    kv, exact = None, []
     drafts = [] if draft_model is None else cache[len(model.layers) :]
     del cache[len(cache) - len(drafts) :]
     with wired_limit(model):  # mlx-lm raises it only for what it runs itself
@@ -219,12 +226,17 @@ def _prepare(
                     config,
                     step=step,
                     progress=progress,
+                    keep_exact=on_prefilled is not None,
                     repeat_prompt=repeat,
                 )
+                if on_prefilled is not None:
+                    exact, cache[:] = list(cache), done.cache
                 kv = replace(done, cache=[])
         finally:
             cache += drafts
         if draft_model is None:
+            if on_prefilled is not None and exact:
+                on_prefilled(exact)
             return _Ready(cache, kv, time.perf_counter() - start)
         both = cache if drafts else cache + make_prompt_cache(draft_model)
         drafts = both[len(model.layers) :]
@@ -232,6 +244,8 @@ def _prepare(
             chunk = mx.array(tokens[first : min(first + step, len(tokens) - 1)])
             draft_model(chunk[None], cache=drafts)
             mx.eval([c.state for c in drafts])
+        if on_prefilled is not None and exact:
+            on_prefilled(exact + copy.deepcopy(drafts))
     return _Ready(both, kv, time.perf_counter() - start)
 
 

@@ -6,10 +6,16 @@ from kvkeep.allocation.base import Allocation, Demand, Scored
 from kvkeep.allocation.duo import Duo
 from kvkeep.allocation.grouping import grouped_counts
 from kvkeep.allocation.pyramid import pyramid_budgets, pyramid_kvpress_budgets
-from kvkeep.allocation.registry import ALLOCATIONS, allocation_of, get_allocation
+from kvkeep.allocation.registry import (
+    ALLOCATION_OPTIONS,
+    ALLOCATIONS,
+    allocation_of,
+    get_allocation,
+)
 
 __all__ = [
     "ALLOCATIONS",
+    "ALLOCATION_OPTIONS",
     "Adaptive",
     "Allocation",
     "Demand",

@@ -25,7 +25,7 @@ ALLOCATIONS: dict[str, type[Allocation]] = {cls.name: cls for cls in _CLASSES}
 
 # Settings of an EvictionConfig that are options of some allocations: None leaves the default,
 # and an allocation without the option refuses what is set.
-_OPTIONS = ("alpha", "head_scale", "beta", "tau1", "tau2", "retrieval_share")
+ALLOCATION_OPTIONS = ("alpha", "head_scale", "beta", "tau1", "tau2", "retrieval_share")
 
 
 def get_allocation(name: str, **options: Any) -> Allocation:
@@ -43,7 +43,7 @@ def allocation_of(config: EvictionConfig) -> Allocation:
     Raises:
         ConfigError: the name or an option is unknown, or the profile cannot be read.
     """
-    options = {name: getattr(config, name) for name in _OPTIONS}
+    options = {name: getattr(config, name) for name in ALLOCATION_OPTIONS}
     if config.head_profile is not None:
         options["profile"] = load_head_profile(config.head_profile)
     return get_allocation(config.allocation, **options)

@@ -14,6 +14,7 @@ from kvkeep.caches.protocol import OwnsAttention, on_seam_needed, request_seam
 from kvkeep.caches.quantized import PositionPreservingQuantizedKVCache
 from kvkeep.caches.ragged import RaggedKVCache
 from kvkeep.caches.retain import (
+    allocated_nbytes,
     bytes_per_row,
     is_compact,
     is_exact,
@@ -39,6 +40,7 @@ __all__ = [
     "RowGroup",
     "RowsForAttentionOnly",
     "accept_compact_in_stock_batches",
+    "allocated_nbytes",
     "bytes_per_row",
     "is_compact",
     "is_exact",

@@ -47,6 +47,17 @@ def live_nbytes(layer: Any) -> int:
     return 0 if layer.empty() else int(layer.nbytes)
 
 
+def allocated_nbytes(cache: list[Any]) -> int:
+    """Bytes of all buffers of a cache list, room for more rows included."""
+    total = 0
+    for layer in cache:
+        held = getattr(layer, "allocated_nbytes", None)
+        if held is None:  # stock caches report their buffers
+            held = 0 if layer.empty() else layer.nbytes
+        total += int(held)
+    return total
+
+
 def bytes_per_row(layer: Any) -> int:
     """Bytes of one row of an exact or compact layer in all heads, K and V."""
     require_one_request(layer)

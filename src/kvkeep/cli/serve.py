@@ -15,6 +15,7 @@ from kvkeep.server import ServerSettings, serve
 
 _KEY = "KVKEEP_API_KEY"
 _PROTECT_SYSTEM = "system"
+_REUSE = ("exact", "compact")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,6 +29,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--model", help="the model folder or repository to serve.")
     add_eviction_flags(parser, default=EVICTION_OFF)
+    group = parser.add_argument_group("prompt cache")
+    group.add_argument(
+        "--kv-reuse",
+        choices=_REUSE,
+        default=_REUSE[0],
+        help="which caches serve prompts that begin alike: exact ones only, so that each prompt's"
+        " rows are chosen from all of it; or compact ones, too, which cost a fraction of the"
+        " memory and need no choosing again (default: %(default)s)",
+    )
     group = parser.add_argument_group("doors")
     group.add_argument(
         "--api-key",
@@ -45,6 +55,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--allow-model-paths",
         action="store_true",
         help="let requests name any model or adapter, which is then loaded or downloaded",
+    )
+    parser.add_argument(
+        "--log-json",
+        action="store_true",
+        help="write every line of the log as a JSON object",
     )
     mention_demo(parser)
     parser.set_defaults(run=run, mlx_flags=[])
@@ -94,4 +109,6 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         allow_model_paths=args.allow_model_paths,
         api_key=args.api_key or None,
         max_body_bytes=args.max_body_bytes,
+        keep_compact=args.kv_reuse == _REUSE[1],
+        log_json=args.log_json,
     )

@@ -4,7 +4,7 @@ from kvkeep.policies.accumulate import Accumulator, Chunk, Replayed
 from kvkeep.policies.base import Policy, check_options
 from kvkeep.policies.cake import Cake
 from kvkeep.policies.chunkkv import ChunkKV
-from kvkeep.policies.registry import POLICIES, get_policy, policy_of
+from kvkeep.policies.registry import POLICIES, POLICY_OPTIONS, get_policy, policy_of
 from kvkeep.policies.rkv import RKV
 from kvkeep.policies.snapkv import SnapKV
 from kvkeep.policies.snapkv_d import SnapKVD
@@ -19,6 +19,7 @@ from kvkeep.policies.window import (
 
 __all__ = [
     "POLICIES",
+    "POLICY_OPTIONS",
     "RKV",
     "Accumulator",
     "Cake",

@@ -52,9 +52,9 @@ _CLASSES: tuple[type[Policy], ...] = (
 )
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 
-# Settings of an EvictionConfig that are options of some policies: None leaves the policy's
-# default, and a policy without the option refuses what is set.
-_OPTIONS = (
+#: Settings of an EvictionConfig that are options of some policies: None leaves the policy's
+#: default, and a policy without the option refuses what is set.
+POLICY_OPTIONS = (
     "group",
     "window",
     "pool_kernel",
@@ -89,7 +89,7 @@ def policy_of(config: EvictionConfig) -> Policy:
     Raises:
         ConfigError: the name or an option is unknown.
     """
-    options = {name: getattr(config, name) for name in _OPTIONS}
+    options = {name: getattr(config, name) for name in POLICY_OPTIONS}
     if (policy := POLICIES.get(config.policy)) is not None:
         own = {field.name for field in dataclasses.fields(policy)}
         options |= {name: getattr(config, name) for name in _COMMON if name in own}

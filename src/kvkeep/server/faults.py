@@ -49,13 +49,21 @@ class Fault:
     param: str | None = None
     code: str | None = None
 
+    @property
+    def reason(self) -> str:
+        """Short name of the fault, which holds nothing that a client wrote."""
+        return self.code or _CODES.get(self.status) or self._kind
+
+    @property
+    def _kind(self) -> str:
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
     def body(self, said: bytes = b"") -> bytes:
         """The JSON body; `said` is what mlx-lm would have answered."""
         message = self.message or _text_of(said) or HTTPStatus(self.status).phrase
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error: dict[str, Any] = {
             "message": message,
-            "type": kind,
+            "type": self._kind,
             "param": self.param,
             "code": self.code or _CODES.get(self.status),
         }

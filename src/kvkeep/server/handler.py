@@ -6,20 +6,28 @@ import hmac
 import io
 import json
 import logging
+import re
 import sys
+import uuid
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from mlx_lm.server import APIHandler, CompletionRequest
 
 from kvkeep.server.bodies import check_body, read_body
 from kvkeep.server.faults import Fault, FaultWriter, RequestError, fault_of
 from kvkeep.server.models import DEFAULT, require_allowed
+from kvkeep.server.monitor import Entry
 from kvkeep.server.responses import EvictingResponses, PlannedRequest
+from kvkeep.server.seeing import is_open, is_seen, sight_of
 from kvkeep.server.settings import PROTECT_SYSTEM, KvRequest, ServerSettings, parse_kv
 
 _log = logging.getLogger(__name__)
-_TEXT = "/v1/completions"
+_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+_ENDPOINTS = {_CHAT: _CHAT, "/chat/completions": _CHAT, _TEXT: _TEXT}
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_LEFT = 499  # as web servers log a client that left before its answer
 _CHUNK = 2**16
 _DIGITS = 18  # of a length that fits an integer of the machine
 
@@ -33,6 +41,10 @@ class EvictingHandler(APIHandler):
     stream = False
     _fault: Fault | None = None
     _sent = False  # whether the headers are with the client
+    _id: str | None = None
+    _entry: Entry
+    _status = 0
+    _left = False  # whether the client went away
 
     @property
     def settings(self) -> ServerSettings:
@@ -42,12 +54,30 @@ class EvictingHandler(APIHandler):
     # -- requests ----------------------------------------------------------------------
 
     def do_GET(self) -> None:
-        """Answer a GET as mlx-lm does; all but /health asks for the key."""
-        self._answering(super().do_GET, guarded=self.path != "/health")
+        """Answer a GET as mlx-lm does, or show the server; few paths need no key."""
+        path = urlsplit(self.path).path
+        if is_seen(path):
+            self._answering(lambda: self._show(path), guarded=not is_open(path))
+        else:
+            self._answering(super().do_GET, guarded=self.path != "/health")
 
     def do_POST(self) -> None:
         """Answer a POST as mlx-lm does, once its body is known to be sound."""
-        self._answering(self._post, guarded=True)
+        self._id, self._status, self._left = self._own_or_new_id(), 0, False
+        kind = _ENDPOINTS.get(self.path, "other")
+        self._entry = self.response_generator.monitor.begin(self._id, kind=kind)
+        try:
+            self._answering(self._post, guarded=True)
+        finally:
+            self._entry.finished(*self._outcome())
+
+    def _outcome(self) -> tuple[int, str]:
+        """Status and reason of a request that has ended."""
+        if self._fault is not None:
+            return self._fault.status, self._fault.reason
+        if self._left:
+            return _LEFT, "disconnect"
+        return self._status, self._entry.reason or "other"
 
     def _post(self) -> None:
         length = self.headers.get("Content-Length", "")
@@ -62,6 +92,9 @@ class EvictingHandler(APIHandler):
         require_allowed(body, self.response_generator.cli_args, self.settings)
         kv = body.get("kv")
         self.kv = parse_kv(kv, self.settings)
+        self.kv.entry, config = self._entry, self.kv.config
+        policy, budget = (config.policy, str(config.budget)) if config else (None, None)
+        self._entry.asks(policy, budget, stream=body.get("stream") is True)
         if self.path == _TEXT and kv and kv.get("protect") == PROTECT_SYSTEM:
             raise RequestError(
                 "a text completion has no system prompt",
@@ -82,13 +115,19 @@ class EvictingHandler(APIHandler):
                 self._require_key()
             answer()
         except (ConnectionError, TimeoutError):
-            self.close_connection = True
-            _log.debug("The client is gone")
+            self._leave()
         except Exception as error:
             self.wfile = out
-            self._fail(error)
+            try:
+                self._fail(error)
+            except (ConnectionError, TimeoutError):
+                self._leave()
         finally:
             self.wfile = out
+
+    def _leave(self) -> None:
+        self.close_connection = self._left = True
+        _log.debug("The client is gone")
 
     def _require_key(self) -> None:
         key = self.settings.api_key
@@ -139,6 +178,22 @@ class EvictingHandler(APIHandler):
         self.end_headers()
         self.wfile.write(json.dumps({"object": "list", "data": models}).encode())
 
+    def _show(self, path: str) -> None:
+        watched = self.response_generator
+        sight = sight_of(path, self.headers.get("Accept", ""), watched.monitor, watched.metrics)
+        self.send_response(200)
+        self.send_header("Content-Type", sight.content_type)
+        self.send_header("Content-Length", str(len(sight.body)))
+        for name, value in sight.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(sight.body)
+
+    def _own_or_new_id(self) -> str:
+        """The client's X-Request-Id, where it is one that a log can take."""
+        given = self.headers.get("X-Request-Id", "")
+        return given if _ID.fullmatch(given) else uuid.uuid4().hex
+
     # -- answers -----------------------------------------------------------------------
 
     def generate_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -157,6 +212,17 @@ class EvictingHandler(APIHandler):
         return response
 
     # -- faults ------------------------------------------------------------------------
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        """Begin an answer; it carries the request's id."""
+        super().send_response(code, message)
+        self._status = code
+        if self._id is not None:
+            self.send_header("X-Request-Id", self._id)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """mlx-lm's access lines: for debugging, since each request has a line of its own."""
+        _log.debug("%s %r", self.address_string(), format % args)
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         self._fault = None
@@ -180,7 +246,7 @@ class EvictingHandler(APIHandler):
 
     def _fail(self, error: Exception) -> None:
         """Tell the client of an error that came after mlx-lm's own checks."""
-        fault = self._fault_of(error, 500)
+        fault = self._fault = self._fault_of(error, 500)
         if fault.status >= 500:
             _log.exception("A request failed")
         if not self._sent:

@@ -1,67 +1,118 @@
-"""mlx-lm's prompt cache, kept exact."""
+"""The prompt cache as mlx-lm's server asks for it."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from mlx_lm.models.cache import (
-    LRUPromptCache,
-    QuantizedKVCache,
-    can_trim_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache
 
 from kvkeep.caches import CompactCache, PositionPreservingQuantizedKVCache
+from kvkeep.errors import CacheError
+from kvkeep.reuse import Hit, PromptStore, StoredPrompt
+from kvkeep.reuse.store import ROLES
 from kvkeep.server import current
+from kvkeep.server.current import HeldLayers, Plan
+from kvkeep.server.monitor import Stored
 
-_COMPACT = (CompactCache, PositionPreservingQuantizedKVCache)
+_QUANTIZED = (QuantizedKVCache, PositionPreservingQuantizedKVCache)
 _log = logging.getLogger(__name__)
 
 
-class ExactPromptCache(LRUPromptCache):
-    """An `LRUPromptCache` of exact entries only.
+class ServerPromptCache(PromptStore):
+    """A `PromptStore` with the methods of mlx-lm's `LRUPromptCache` that its server calls.
 
-    mlx-lm's cache trims entries, and drops the prefixes of a new one: right for exact caches,
-    and the loss of rows or of exact prefixes with a compact one.
+    Args:
+        max_entries, max_nbytes: as in `PromptStore`.
+        keep_compact: whether compact caches are kept, too.
     """
 
-    def insert_cache(
-        self, model: Any, tokens: list[Any], prompt_cache: list[Any], **kwargs: Any
+    def __init__(
+        self, max_entries: int = 10, max_nbytes: int | None = None, *, keep_compact: bool = False
     ) -> None:
-        """Keep an exact cache under the tokens that it holds; let a compact one go.
+        super().__init__(max_entries, max_nbytes)
+        self.keep_compact = keep_compact
+
+    def insert_cache(
+        self, model: Any, tokens: list[Any], prompt_cache: list[Any], cache_type: str = "assistant"
+    ) -> None:
+        """Keep a request's cache under the tokens that it holds.
 
         After speculation mlx-lm's caches hold fewer tokens than they are filed under, the
-        draft model's fewer than the model's.
+        draft model's fewer than the model's. An empty list is a checkpoint that is not kept.
         """
-        if any(isinstance(layer, _COMPACT) for layer in prompt_cache):
-            _log.debug("Prompt cache: a compact cache of %d tokens is not kept", len(tokens))
+        if not prompt_cache:
             return
+        plan = prompt_cache.plan if isinstance(prompt_cache, HeldLayers) else current.peek()
+        config, compacted_at = None, 0
+        if any(isinstance(layer, CompactCache) for layer in prompt_cache):
+            if not self.keep_compact or plan is None or not plan.compacted_at:
+                return
+            if any(isinstance(c, PositionPreservingQuantizedKVCache) for c in prompt_cache):
+                return  # its rows cannot be chosen again
+            config, compacted_at = plan.kv.config, plan.compacted_at
         held = min([len(tokens), *(c.offset for c in prompt_cache if hasattr(c, "offset"))])
-        if held < len(tokens):
-            if held == 0 or not can_trim_prompt_cache(prompt_cache):
+        if held < max(compacted_at, 1):
+            return
+        if any(getattr(c, "offset", held) != held for c in prompt_cache):
+            if not can_trim_prompt_cache(prompt_cache):
                 return
             for layer in prompt_cache:
                 layer.trim(layer.offset - held)
-        super().insert_cache(model, tokens[:held], prompt_cache, **kwargs)
+        try:
+            self.insert(
+                model,
+                tokens[:held],
+                list(prompt_cache),
+                config=config,
+                compacted_at=compacted_at,
+                role=cache_type,
+            )
+        except CacheError as error:  # the answer is given already
+            _log.warning("A cache of %d tokens is not kept: %s", held, error)
 
     def fetch_nearest_cache(
         self, model: Any, tokens: list[Any]
     ) -> tuple[list[Any] | None, list[Any]]:
-        """The cache of the longest prefix that leaves unread what this thread's request asks.
+        """Layers of the longest prefix that leaves unread what this thread's request asks.
 
         At least one token is left: mlx-lm's generators do not take an empty prompt.
         """
-        cache, rest = super().fetch_nearest_cache(model, tokens)
-        plan = current.peek()
-        unread = 1 if plan is None else plan.unread
-        evicted = plan is not None and plan.kv.config is not None
-        if cache is None or (evicted and any(isinstance(c, QuantizedKVCache) for c in cache)):
+        plan = current.peek() or Plan(current.KvRequest(), tokens)
+        plan.hit = self.look_up(model, tokens, plan)
+        if plan.hit is None:
+            plan.kv.entry.admitted(len(tokens))
             return None, tokens
-        surplus = unread - len(rest)
-        if surplus <= 0:
-            return cache, rest
-        if unread >= len(tokens) or not can_trim_prompt_cache(cache):
-            return None, tokens
-        trim_prompt_cache(cache, surplus)
-        return cache, tokens[-unread:]
+        plan.kv.entry.admitted(len(tokens), plan.hit.length, plan.hit.entry.kind)
+        return self.take(plan.hit), tokens[plan.hit.length :]
+
+    def look_up(self, model: Any, tokens: list[Any], plan: Plan) -> Hit | None:
+        """What `fetch_nearest_cache` would take."""
+        evicted = plan.kv.config is not None
+
+        def accept(entry: StoredPrompt) -> bool:
+            return not (evicted and any(isinstance(c, _QUANTIZED) for c in entry.layers))
+
+        def ready(entry: StoredPrompt) -> bool:
+            return entry.compacted_at == len(tokens) - 1 and accept(entry)
+
+        kinds = {"config": plan.kv.config, "unread": plan.unread}
+        if evicted and (hit := self.find(model, tokens, **kinds, compact_unread=1, accept=ready)):
+            return hit
+        return self.find(model, tokens, **kinds, compact_unread=plan.compact_unread, accept=accept)
+
+    def by_kind(self) -> dict[str, Stored]:
+        """Entries and bytes, exact and compact; reads numbers only, from any thread."""
+        stored: dict[str, Stored] = {}
+        for entry in self:
+            past = stored.get(entry.kind, Stored())
+            stored[entry.kind] = Stored(past.entries + 1, past.bytes + entry.nbytes)
+        return stored
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Entries and bytes by role, for mlx-lm's log line."""
+        stats = {role: {"n_sequences": 0, "n_bytes": 0} for role in ROLES}
+        for entry in self:
+            stats[entry.role]["n_sequences"] += 1
+            stats[entry.role]["n_bytes"] += entry.nbytes
+        return stats

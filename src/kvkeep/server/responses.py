@@ -15,9 +15,14 @@ from mlx_lm.server import CompletionRequest, GenerationArguments, ModelProvider,
 from kvkeep.compaction import require_room
 from kvkeep.generation import refuse_unevictable
 from kvkeep.server import current
+from kvkeep.server.counting import counted, noted
+from kvkeep.server.current import Plan
 from kvkeep.server.faults import RequestError
+from kvkeep.server.logs import log_requests
+from kvkeep.server.metrics import Metrics
 from kvkeep.server.models import canonical
-from kvkeep.server.prompt_cache import ExactPromptCache
+from kvkeep.server.monitor import Monitor
+from kvkeep.server.prompt_cache import ServerPromptCache
 from kvkeep.server.settings import KvRequest, ServerSettings
 from kvkeep.spec import EvictionConfig
 
@@ -41,15 +46,20 @@ class PlannedArguments(GenerationArguments):
 class EvictingResponses(ResponseGenerator):
     """A `ResponseGenerator` that plans each request before mlx-lm's loop starts it."""
 
+    prompt_cache: ServerPromptCache  # type: ignore[assignment]  # mlx-lm names its own class
+
     def __init__(
         self,
         model_provider: ModelProvider,
-        prompt_cache: ExactPromptCache,
+        prompt_cache: ServerPromptCache,
         settings: ServerSettings,
     ) -> None:
         self.settings = settings  # before mlx-lm starts its thread
+        self.monitor = Monitor()
+        self.metrics = Metrics(self.monitor)
+        log_requests(self.monitor)
         self._alone = False  # whether the request in hand is served outside the batch
-        super().__init__(model_provider, prompt_cache)
+        super().__init__(model_provider, prompt_cache)  # type: ignore[arg-type]
 
     def generate(
         self,
@@ -61,7 +71,9 @@ class EvictingResponses(ResponseGenerator):
         kv = request.kv if isinstance(request, PlannedRequest) else KvRequest()
         args = PlannedArguments(**vars(generation_args), kv=kv)
         args.model = canonical(args.model, self.cli_args, self.settings)
-        return super().generate(request, args, progress_callback)
+        kv.entry.queued()
+        context, answer = super().generate(request, args, noted(kv, progress_callback))
+        return context, counted(kv, answer)
 
     def _run_generate(self) -> None:
         super()._run_generate()
@@ -78,6 +90,7 @@ class EvictingResponses(ResponseGenerator):
             super()._serve_single(request, stream)
         finally:
             self._alone = False
+            current.put(None)
 
     def _can_replay(self) -> bool:
         """Whether every layer gives back the window's rows (see `replay_queries`)."""
@@ -109,14 +122,36 @@ class EvictingResponses(ResponseGenerator):
                     remedy='Send {"kv": {"eviction": "none"}}.',
                 )
             kv.config = self._for_prompt(kv, tokenizer, request, args, prompt)
-        if not self._alone:
-            unread = 1
-        elif kv.sees_all_from_replay:
-            unread = kv.observed_tokens
-        else:
-            unread = len(prompt)
-        current.put(current.Plan(kv, prompt, unread))
+        current.put(self._plan(kv, prompt, made[1], made[2]))
         return made
+
+    def _plan(
+        self, kv: KvRequest, prompt: list[int], segments: list[list[int]], roles: list[str]
+    ) -> Plan:
+        """How the prompt cache may serve a tokenized request, and what it keeps of it.
+
+        In a batch the window is read a second time; alone the prefill itself is observed, so
+        all tokens that a policy must see have to be left to it.
+        """
+        plan = Plan(kv, prompt, checkpoint=len(prompt))
+        if self._alone and kv.config is not None:
+            plan.unread = kv.observed_tokens if kv.sees_all_from_replay else len(prompt)
+            plan.compact_unread = len(prompt) if kv.reads_again else kv.observed_tokens
+        if kv.config is None:
+            return plan
+        if self.prompt_cache.keep_compact:
+            plan.checkpoint = len(segments[0]) if roles[0] == "system" else 0
+        elif self._alone and kv.sees_all_from_replay:
+            plan.keep = self._keep_exact(prompt[:-1])
+        return plan
+
+    def _keep_exact(self, tokens: list[int]) -> Callable[[list[Any]], None]:
+        model_key = self.model_provider.model_key
+
+        def keep(layers: list[Any]) -> None:
+            self.prompt_cache.insert(model_key, tokens, layers, role="user")
+
+        return keep
 
     def _for_prompt(
         self,

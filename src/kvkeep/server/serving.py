@@ -18,7 +18,8 @@ from kvkeep.errors import ConfigError
 from kvkeep.server import single
 from kvkeep.server.batching import EvictingBatchGenerator
 from kvkeep.server.handler import EvictingHandler
-from kvkeep.server.prompt_cache import ExactPromptCache
+from kvkeep.server.logs import write_json
+from kvkeep.server.prompt_cache import ServerPromptCache
 from kvkeep.server.responses import EvictingResponses
 from kvkeep.server.settings import ServerSettings
 
@@ -39,6 +40,8 @@ def serve(argv: Sequence[str], settings: ServerSettings, *, started: Started | N
             is on under mlx.launch.
     """
     host, port, provider = mlx_arguments(argv)
+    if settings.log_json:
+        write_json()
     group = mx.distributed.init()
     if group.size() > 1 and settings.evicting:
         raise ConfigError(
@@ -52,8 +55,15 @@ def serve(argv: Sequence[str], settings: ServerSettings, *, started: Started | N
             expected="--model, or --allow-model-paths to let requests name one",
         )
     _join()
-    cache = ExactPromptCache(provider.cli_args.prompt_cache_size)
+    cache = ServerPromptCache(
+        provider.cli_args.prompt_cache_size,
+        provider.cli_args.prompt_cache_bytes,
+        keep_compact=settings.keep_compact,
+    )
     responses = EvictingResponses(provider, cache, settings)
+    monitor = responses.monitor
+    monitor.prompt_cache = cache.by_kind
+    monitor.limits = {"kv_memory": None, "prompt_cache_bytes": provider.cli_args.prompt_cache_bytes}
     try:
         _wait_for_model(responses, provider)
         if group.rank() == 0:

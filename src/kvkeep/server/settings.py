@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvkeep.allocation import allocation_of
+from kvkeep.allocation import ALLOCATION_OPTIONS, allocation_of
 from kvkeep.choosing import require_compatible
 from kvkeep.compaction import sees_all_from_replay
 from kvkeep.errors import ConfigError
 from kvkeep.generation import RECOMMENDED
-from kvkeep.policies import policy_of
+from kvkeep.policies import POLICY_OPTIONS, policy_of
 from kvkeep.server.faults import RequestError
+from kvkeep.server.monitor import Entry
 from kvkeep.spec import EvictionConfig
 
 EVICTION_OFF = "none"
@@ -40,6 +41,8 @@ class ServerSettings:
         allow_model_paths: whether requests may name other models and adapters.
         api_key: what clients must send, or None.
         max_body_bytes: longest request body.
+        keep_compact: whether the prompt cache keeps compact caches, too.
+        log_json: whether log lines are JSON.
     """
 
     config: EvictionConfig = RECOMMENDED
@@ -49,6 +52,8 @@ class ServerSettings:
     allow_model_paths: bool = False
     api_key: str | None = None
     max_body_bytes: int = 64 * 2**20
+    keep_compact: bool = False
+    log_json: bool = False
 
 
 @dataclass
@@ -63,6 +68,7 @@ class KvRequest:
         reported: whether the answer has a `usage.kv`.
         report: `usage.kv`.
         failure: why the cache could not be compacted.
+        entry: its numbers in the monitor.
     """
 
     config: EvictionConfig | None = None
@@ -70,6 +76,7 @@ class KvRequest:
     reported: bool = False
     report: dict[str, Any] | None = None
     failure: Exception | None = None
+    entry: Entry = field(default_factory=Entry, compare=False)
 
     @property
     def observed_tokens(self) -> int:
@@ -78,6 +85,11 @@ class KvRequest:
             return 1
         window = policy_of(self.config).observation_window
         return 1 + max(window, allocation_of(self.config).window)
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether the policy reads all tokens a second time, which compact rows do not allow."""
+        return self.config is not None and "replay" in policy_of(self.config).needs
 
     @property
     def sees_all_from_replay(self) -> bool:
@@ -90,7 +102,8 @@ def parse_kv(value: object, settings: ServerSettings) -> KvRequest:
 
     `eviction` (or `policy`) names the policy, and "none" switches eviction off; the other
     fields are those of `EvictionConfig`. A field set on a server that does not evict
-    switches eviction on for the request.
+    switches eviction on for the request. Options of the server's policy (or allocation) are
+    not those of another that the request names.
 
     Raises:
         RequestError: a field is unknown or out of range; `param` names it.
@@ -115,6 +128,10 @@ def parse_kv(value: object, settings: ServerSettings) -> KvRequest:
         if system:
             fields["protect"] = ()
     config = settings.config
+    if policy not in (None, config.policy):
+        config = replace(config, **dict.fromkeys(POLICY_OPTIONS))
+    if fields.get("allocation") not in (None, config.allocation):
+        config = replace(config, **dict.fromkeys(ALLOCATION_OPTIONS))
     for name, setting in fields.items():
         config = _changed(config, name, setting)
     if policy == EVICTION_OFF or (policy is None and not fields and not settings.evicting):

@@ -10,23 +10,32 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvkeep import generation
+from kvkeep.compaction import kept_as_it_is
 from kvkeep.server import current
+from kvkeep.server.current import Plan
 from kvkeep.server.reports import exact_report, report_of
-from kvkeep.server.settings import KvRequest
 
 
 def stream_generate(**options: Any) -> Generator[GenerationResponse, None, None]:
     """`mlx_lm.stream_generate` as mlx-lm's server calls it, evicting as this thread's plan asks.
 
+    The plan stays this thread's: the cache that mlx-lm keeps afterwards is described by it.
+
     Args:
         options: its keywords; `prompt` is what the cache does not hold yet.
     """
-    plan = current.take()
+    plan = current.peek()
     if plan is None or not plan.kv.reported:
         yield from mlx_stream_generate(**options)
         return
     cache, model = options["prompt_cache"], options["model"]
     held = len(plan.prompt) - 1
+    if plan.hit is not None and plan.hit.entry.compacted_at and plan.hit.length == held:
+        plan.compacted_at = plan.hit.entry.compacted_at
+        result = kept_as_it_is(cache[: len(model.layers)], held)
+        plan.kv.report = report_of(plan.hit.entry.config, result, 0.0, plan)
+    if plan.keep is not None:
+        options["on_prefilled"] = plan.keep
     for response in generation.stream_generate(
         options.pop("model"),
         options.pop("tokenizer"),
@@ -35,14 +44,18 @@ def stream_generate(**options: Any) -> Generator[GenerationResponse, None, None]
         **options,
     ):
         if plan.kv.report is None:
-            plan.kv.report = _report(plan.kv, response, held, cache[: len(model.layers)])
+            plan.kv.report = _report(plan, response, held, cache[: len(model.layers)])
         yield response
 
 
 def _report(
-    kv: KvRequest, response: generation.GenerationResponse, held: int, cache: list[Any]
+    plan: Plan, response: generation.GenerationResponse, held: int, cache: list[Any]
 ) -> dict[str, Any]:
-    if kv.config is None or response.kv is None:
-        return exact_report(held, cache)
-    times = response.kv.times
-    return report_of(kv.config, response.kv, times.score + times.compact)
+    config, result = plan.kv.config, response.kv
+    if config is None or result is None:
+        return exact_report(held, cache, plan)
+    if result.kv_layers:
+        plan.compacted_at = held
+    elif plan.hit is not None:
+        plan.compacted_at = plan.hit.entry.compacted_at
+    return report_of(config, result, result.times.score + result.times.compact, plan)
