@@ -52,8 +52,8 @@ def prefilled(model: Any, tokens: Sequence[int], step: int) -> list[Any]:
 def masked_logits(
     kind: str,
     model: Any,
-    prompt: Sequence[int],
-    step: int,
+    cache: list[Any],
+    length: int,
     kept: Mapping[int, LayerSelection],
     tokens: Sequence[int],
     steps: Sequence[int],
@@ -61,14 +61,14 @@ def masked_logits(
     """Logits of `tokens` after a stock prefill whose rows are hidden but for the kept ones.
 
     Args:
+        cache: mlx-lm's own, of `length` tokens; it is used up.
         kept: by index among the `leaves`.
         steps: how many tokens go in at a time.
     """
-    cache = prefilled(model, prompt, step)
     found = leaves(cache)
     hidden = {}
     for index, chosen in kept.items():
-        table = np.ones((len(chosen.heads), len(prompt)), bool)
+        table = np.ones((len(chosen.heads), length), bool)
         for row, head in zip(table, chosen.heads, strict=True):
             row[head] = False
         hidden[index] = table
@@ -168,3 +168,64 @@ def _patched(make: Callable[[Any], tuple[Any, set[int]]]) -> Iterator[set[int]]:
         for module in held:
             setattr(module, _NAME, stock)
         install()
+
+
+def attention_mass(
+    model: Any, prompt: Sequence[int], layers: Sequence[int], window: int
+) -> dict[int, np.ndarray]:
+    """Attention of the last queries to each row, float64, summed over all that read the row.
+
+    From the arguments of the stock model's own attention calls, in one prefill.
+
+    Returns:
+        By leaf, [H_kv, T]: which KV head a head of attention reads is found by its keys; where
+        none is the same (expanded latent rows), all read the first.
+    """
+    cache = make_prompt_cache(model)
+    owners, found = _Owners(leaves(cache)), leaves(cache)
+    calls: list[tuple[int, tuple[Any, ...]]] = []
+
+    def make(stock: Any) -> tuple[Any, set[int]]:
+        def call(q: Any, k: Any, v: Any, cache: Any, scale: float, mask: Any, **more: Any) -> Any:
+            if (index := owners.of(k, cache)) in layers:
+                calls.append((index, (q, k, scale, mask, more.get("sinks"))))
+            return stock(q, k, v, cache=cache, scale=scale, mask=mask, **more)
+
+        return call, set()
+
+    with _patched(make):
+        fed(model, cache, prompt, [len(prompt)])
+    mass: dict[int, np.ndarray] = {}
+    for index, call in calls:
+        weights = _weights(*call, window)
+        own, keys = np.asarray(found[index].keys[0]), np.asarray(call[1][0])
+        total = mass.setdefault(index, np.zeros((len(own), len(prompt))))
+        for head, row in enumerate(weights):
+            at = head * len(keys) // len(weights)
+            same = [h for h in range(len(own)) if _same(own[h], keys[at])]
+            total[same[0] if same else 0] += row
+    return mass
+
+
+def _same(own: np.ndarray, keys: np.ndarray) -> bool:
+    return own.shape[1] == keys.shape[1] and np.array_equal(own[: len(keys)], keys)
+
+
+def _weights(
+    q: mx.array, k: mx.array, scale: float, mask: Any, sinks: mx.array | None, window: int
+) -> np.ndarray:
+    """Softmax weights in float64 of the last queries, summed over them: [H_q, T]."""
+    queries, keys = np.asarray(q[0], np.float64), np.asarray(k[0], np.float64)
+    keys = np.repeat(keys, len(queries) // len(keys), axis=0)
+    logits = queries @ keys.swapaxes(1, 2) * scale
+    count, rows = logits.shape[1:]
+    if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+        logits = logits + np.asarray(mask.astype(mx.float32), np.float64)[0]
+    logits[:, np.triu(np.ones((count, rows), bool), rows - count + 1)] = -np.inf
+    logits = logits[:, -window:]
+    if sinks is not None:
+        extra = np.asarray(sinks.astype(mx.float32), np.float64)[:, None, None]
+        logits = np.concatenate([logits, np.broadcast_to(extra, (*logits.shape[:2], 1))], axis=2)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights[..., :rows].sum(axis=1)

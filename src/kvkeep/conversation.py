@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvkeep.attention import ProgressCallback
-from kvkeep.caches import CompactCache, allocated_nbytes, is_compact, is_plain
+from kvkeep.caches import CompactCache, allocated_nbytes, is_compact, is_plain, leaves_of
 from kvkeep.compaction import cache_nbytes
 from kvkeep.errors import ConfigError
 from kvkeep.generation import (
@@ -236,6 +236,8 @@ class Conversation:
                 return False
         for layer in leaves:
             layer.trim(layer.offset - length)
+        if any(layer.offset != length for layer in leaves):
+            return False  # chunked layers may give less than they are asked for
         del self.tokens[length:]
         return True
 
