@@ -13,6 +13,8 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 from mlx_lm.utils import MODEL_REMAPPING
 
+from zoo_more import MORE
+
 VOCAB = 100
 _FILE = Path(__file__).parent / "fixtures" / "model_zoo.json"
 _SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -115,11 +117,13 @@ def _merged(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-#: By model type.
-ZOO: dict[str, dict[str, Any]] = {
+#: The file's types, by model type.
+NAMED: dict[str, dict[str, Any]] = {
     kind: _merged(config, CHANGES.get(kind, {}))
     for kind, config in json.loads(_FILE.read_text()).items()
 }
+#: Those and the other model files.
+ZOO = NAMED | {kind: {"model_type": kind, **config} for kind, config in MORE.items()}
 
 
 def build(kind: str, seed: int = 0) -> Any:
@@ -136,6 +140,8 @@ def build(kind: str, seed: int = 0) -> Any:
 def _sharper(path: str, weight: mx.array) -> mx.array:
     """Queries that tell rows apart, sinks that count, and no zeros where a checkpoint has none."""
     name = path.removesuffix(".weight").rpartition(".")[2]
+    if name in ("gate", "lm_head") and weight.ndim > 1:
+        return weight + mx.random.normal(weight.shape) * weight.shape[-1] ** -0.5
     if name == "sinks" or name.endswith(("sink_bias", "conv_k", "conv_v")):
         return mx.random.normal(weight.shape)
     if name in ("q_proj", "q_b_proj", "o_proj", "qkv_proj", "query_key_value", "wqkv", "wo"):

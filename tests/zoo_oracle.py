@@ -18,7 +18,7 @@ from kvkeep.attention import install, remove
 _NAME = "scaled_dot_product_attention"
 
 #: Models whose own attention reads nothing but the mask that their first cache makes.
-BY_MASK = {"gemma2", "olmo", "deepseek_v32", "glm_moe_dsa", "deepseek_v41"}
+BY_MASK = {"deepseek_v32", "gear", "gemma2", "glm_moe_dsa", "plamo2"}
 
 
 def leaves(cache: Sequence[Any]) -> list[Any]:

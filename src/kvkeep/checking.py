@@ -18,7 +18,7 @@ from kvkeep.attention import (
     stand_in_fault,
 )
 from kvkeep.errors import KvkeepError
-from kvkeep.evictable import evictable, query_free_policies, require_possible, require_queries
+from kvkeep.evictable import evictable, require_possible, require_queries
 from kvkeep.footprint import Footprint, measure_footprint
 from kvkeep.generation import RECOMMENDED
 from kvkeep.policies import POLICIES, policy_of

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep.allocation import Allocation
-from kvkeep.attention import FAST, SEAM, UNKNOWN, ModelFacts, facts_of, model_name, stand_in_fault
+from kvkeep.attention import (
+    FAST,
+    SEAM,
+    UNKNOWN,
+    ModelFacts,
+    batch_fault,
+    facts_of,
+    model_name,
+    stand_in_fault,
+)
 from kvkeep.caches import is_compact, is_plain, leaves_of, require_evictable, require_one_request
 from kvkeep.choosing import require_one_count
 from kvkeep.errors import ConfigError, UnsupportedModelError
@@ -102,6 +111,13 @@ def require_possible(
     """
     facts = found.facts
     require_queries(model, found, policy, allocation)
+    if batched and (fault := batch_fault(model)) is not None:
+        raise UnsupportedModelError(
+            f"model {model_name(model)!r} cannot decode evicted requests in a batch",
+            expected="one mask that fits all its layers",
+            received=fault,
+            remedy="Run it alone (kvkeep generate), or with eviction off.",
+        )
     if facts.one_set:
         require_one_count(allocation)
     uneven = config.store in ("ragged", "union") or allocation.by_head

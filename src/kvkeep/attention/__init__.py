@@ -6,7 +6,7 @@ from kvkeep.attention.facts import ALONG, FAST, OTHER, OWN, SEAM, UNKNOWN, LeafF
 from kvkeep.attention.gathering import query_heads
 from kvkeep.attention.identity import model_identity, require_profile_of
 from kvkeep.attention.latent import latent_group
-from kvkeep.attention.looking import facts_of, stand_in_fault
+from kvkeep.attention.looking import batch_fault, facts_of, stand_in_fault
 from kvkeep.attention.observe import WindowObserver, model_name, observing, require_visible
 from kvkeep.attention.parts import LayerParts, find_parts
 from kvkeep.attention.prefill import Observation, ProgressCallback, observed_prefill
@@ -33,6 +33,7 @@ __all__ = [
     "Rotary",
     "SnapKVAttentionCapture",
     "WindowObserver",
+    "batch_fault",
     "body_of",
     "facts_of",
     "find_parts",

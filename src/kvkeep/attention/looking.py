@@ -30,7 +30,9 @@ from kvkeep.spec import LayerSelection
 
 _PROMPT = 6  # tokens of the first forward
 _STAY = (0, 2, 3, 5)  # positions of it that a stand-in for an evicted cache holds
-_known: dict[int, tuple[weakref.ref[Any], ModelFacts]] = {}
+# What mlx-lm's models call the size of blocks, where they attend to blocks of rows.
+_BLOCKS = ("block_sparse", "index_block_size")
+_known: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
 
 
 def facts_of(model: Any) -> ModelFacts:
@@ -40,14 +42,7 @@ def facts_of(model: Any) -> ModelFacts:
     rows. Only graphs are built, so it costs milliseconds and no memory of the model's size.
     A model that fails at this has a `failure` and no leaves.
     """
-    known = _known.get(id(model))
-    if known is not None and known[0]() is model:
-        return known[1]
-    facts = _look(model)
-    key = id(model)
-    with contextlib.suppress(TypeError):  # what takes no weak reference is looked at again
-        _known[key] = weakref.ref(model, lambda _: _known.pop(key, None)), facts
-    return facts
+    return _remembered(model, "facts", _look)
 
 
 def stand_in_fault(model: Any) -> str | None:
@@ -56,8 +51,51 @@ def stand_in_fault(model: Any) -> str | None:
     Stores of unequal heads, and batches with one, hand such stand-ins out. Some models work
     on the rows themselves before attention (a change of dtype is enough).
     """
-    chosen = [index for index, leaf in enumerate(facts_of(model).leaves) if leaf.chosen]
+    return _remembered(model, "stand-ins", lambda m: _fault(m, _chosen(m), None, _ragged_stand_in))
+
+
+def batch_fault(model: Any) -> str | None:
+    """Why a model cannot decode evicted requests in a batch, or None.
+
+    A batch's mask is an array that one layer's rows size: a layer that keeps all of its own
+    and does more with it than attention fails. What the model fails at without eviction is
+    no fault of it.
+    """
+    return _remembered(model, "batch", _batch_fault)
+
+
+def _stand_in_fault(model: Any) -> str | None:
+    chosen = _chosen(model)
     return _fault(model, chosen, None, _ragged_stand_in) if chosen else None
+
+
+def _remembered(model: Any, what: str, look: Callable[[Any], Any]) -> Any:
+    key = id(model)
+    known = _known.get(key)
+    found = known[1] if known is not None and known[0]() is model else {}
+    if what not in found:
+        found[what] = look(model)
+        with contextlib.suppress(TypeError):  # what takes no weak reference is looked at again
+            _known[key] = weakref.ref(model, lambda _: _known.pop(key, None)), found
+    return found[what]
+
+
+def _chosen(model: Any) -> list[int]:
+    return [index for index, leaf in enumerate(facts_of(model).leaves) if leaf.evictable]
+
+
+def _batch_fault(model: Any) -> str | None:
+    def fault(evicted: Sequence[int]) -> str | None:
+        requests = [_read(model, evicted, _stand_in) for _ in range(2)]
+        try:
+            batch = [layers[0].merge(list(layers)) for layers in zip(*requests, strict=True)]
+            model(mx.zeros((2, 1), mx.int32), cache=batch)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    found = fault(chosen) if (chosen := _chosen(model)) else None
+    return None if found is None or fault([]) is not None else found
 
 
 def _look(model: Any) -> ModelFacts:
@@ -162,7 +200,7 @@ class _Watch:
     def _order(self, keys: mx.array, index: int) -> tuple[int, ...] | None:
         """KV head of each head in `keys`, where they are more than the cache's own."""
         leaf = self.leaves[index]
-        if keys.shape[1] == leaf.keys.shape[1]:
+        if keys.shape[1] == leaf.keys.shape[1] or keys.shape[3] != leaf.keys.shape[3]:
             return None
         own = leaf.keys[..., : keys.shape[2], :]
         same = mx.all(keys[0][:, None] == own[0][None], axis=(2, 3))
@@ -206,7 +244,7 @@ class _Watch:
             readers=len(calls),
             by_key=any(call["by_key"] for call in every),
             scores_in_mask=any(call["scores"] for call in every),
-            absorb=_unknown if calls and all(call["latent"] for call in calls) else None,
+            absorb=_unknown if _all_latent(calls, several) else None,
             head_order=next((call["order"] for call in every if call["order"]), None),
             sinks=any(call["sinks"] for call in every),
             fixed=fixed,
@@ -233,6 +271,12 @@ def _plain_offset(offset: Any) -> Any:
     return offset
 
 
+def _all_latent(single: list[dict[str, Any]], several: list[dict[str, Any]]) -> bool:
+    """Whether one token's queries come absorbed, and several tokens' with scores in the mask."""
+    scored = all(call["scores"] for call in several)
+    return bool(single) and scored and all(call["latent"] for call in single)
+
+
 def _unknown(queries: mx.array) -> mx.array:
     raise NotImplementedError  # stands for an absorber that is not looked up yet
 
@@ -251,10 +295,15 @@ def _without_own_attention(model: Any, leaves: tuple[LeafFacts, ...]) -> tuple[L
     """
     others = any(leaf.route in (SEAM, FAST) for leaf in leaves)
     modules = model.modules() if isinstance(model, nn.Module) else []
-    blocks = any(getattr(module, "block_sparse", False) for module in modules)
+    blocks = {name for module in modules for name in _BLOCKS if getattr(module, name, None)}
     reason = "computes this layer's attention itself, and may count rows for positions in it"
+    indexed = {leaf.layer for leaf in leaves if leaf.route == ALONG} if blocks else set()
     return tuple(
-        replace(leaf, fixed=reason) if leaf.route == OWN and (others or blocks) else leaf
+        replace(leaf, fixed="chooses blocks of rows here, counted by row")
+        if leaf.layer in indexed
+        else replace(leaf, fixed=reason)
+        if leaf.route == OWN and (others or blocks)
+        else leaf
         for leaf in leaves
     )
 
@@ -288,10 +337,7 @@ def _fault(
         offsets: what the next token is rotated by, where that is to be compared.
         stand_in: makes the cache of a leaf that lost rows.
     """
-    cache = make_prompt_cache(model)
-    model(mx.zeros((1, _PROMPT), mx.int32), cache=cache)
-    leaves = leaves_of(cache)
-    replace_leaves(cache, {index: (stand_in or _stand_in)(leaves[index]) for index in evicted})
+    cache = _read(model, evicted, stand_in or _stand_in)
     heard: list[Any] = []
     try:
         with hearing_rotations(lambda _, offset: heard.append(_plain_offset(offset))):
@@ -304,6 +350,15 @@ def _fault(
     if offsets is not None and heard != list(offsets):
         return "counts this layer's rows for positions in other layers that read them"
     return None
+
+
+def _read(model: Any, evicted: Sequence[int], stand_in: Callable[[Any], Any]) -> list[Any]:
+    """A cache list of the first forward, with stand-ins for some leaves."""
+    cache = make_prompt_cache(model)
+    model(mx.zeros((1, _PROMPT), mx.int32), cache=cache)
+    leaves = leaves_of(cache)
+    replace_leaves(cache, {index: stand_in(leaves[index]) for index in evicted})
+    return cache
 
 
 def _stand_in(leaf: Any) -> PositionPreservingKVCache:
