@@ -31,6 +31,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("suite",),
     ("reuse",),
     ("generation",),
+    ("checking",),
     ("comparing",),
     ("conversation",),
     ("haystack",),
