@@ -26,7 +26,7 @@ STAMP := $(VENV)/.ready-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test lint format bench needles build check-wheel clean
+.PHONY: help setup demo test soak lint format bench needles build check-wheel clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -70,6 +70,9 @@ demo: setup ## ask the real model about a long document, with the exact cache an
 test: setup ## every test but those marked slow
 	$(PY) -m pytest
 
+soak: setup ## hundreds of requests to a server of a tiny model, and what is left of them
+	$(PY) -m pytest -m slow tests/test_serve_soak.py
+
 lint: setup ## ruff, ruff format --check, pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,6 +100,8 @@ check-wheel: build ## install the wheel into a clean environment, import it, run
 	build/wheel-venv/bin/python -m pip check
 	cd build && wheel-venv/bin/python -I -c "import kvkeep; print('kvkeep', kvkeep.__version__, 'from', kvkeep.__file__)"
 	test -f build/wheel-venv/lib/python3*/site-packages/kvkeep/py.typed
+	test -f build/wheel-venv/lib/python3*/site-packages/kvkeep/server/pages/page.html
+	test -f build/wheel-venv/lib/python3*/site-packages/kvkeep/inspecting/inspect.html
 	cd build && env -u PYTHONPATH wheel-venv/bin/kvkeep --help
 
 clean: ## remove the environment and what was built

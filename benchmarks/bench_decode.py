@@ -17,18 +17,16 @@ import mlx.core as mx
 import mlx_lm.models.base as base
 from mlx_lm.models.base import create_attention_mask
 from results import Result, Target
-from timing import interleaved, seconds
 from workloads import (
     Options,
     Store,
     compact_cache,
-    random_rows,
     row_shape,
-    stock_cache,
     tiny_llama,
 )
 
 from kvkeep.attention import install, remove
+from kvkeep.bench import interleaved, random_rows, seconds, stock_cache
 
 Step = Callable[[list[Any]], mx.array]
 

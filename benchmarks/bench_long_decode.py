@@ -15,10 +15,10 @@ import mlx.core as mx
 import numpy as np
 from bench_decode import BOUND, COMPACT, decode_step, same_rows
 from results import Result, Target
-from timing import interleaved, seconds
 from workloads import Options, row_shape, tiny_llama
 
 from kvkeep.attention import install
+from kvkeep.bench import interleaved, seconds
 
 LENGTH, ROWS, TOKENS, END = 4096, 512, 2000, 200
 PASSES = 3  # with fresh buffers each: where they lie in memory matters too

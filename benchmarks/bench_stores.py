@@ -17,12 +17,12 @@ import numpy as np
 from bench_decode import attend, decode_step
 from mlx_lm.models.cache import KVCache
 from results import Result, Target
-from timing import interleaved, seconds
-from workloads import Options, random_llama, random_rows, row_shape, tiny_llama
+from workloads import DEMO_SHAPE, Options, row_shape, tiny_llama
 
 from kvkeep import LayerSelection, Selection
 from kvkeep.allocation import Demand, get_allocation, grouped_counts
 from kvkeep.attention import install
+from kvkeep.bench import interleaved, random_rows, seconds
 from kvkeep.compaction import store_selection
 from kvkeep.spec import HeadProfile
 
@@ -56,8 +56,7 @@ def run(options: Options) -> list[Result]:
         shapes = [(4, 2, 16, 2)]
     else:
         size, shapes = Size(4096, 512, 30), [(32, 8, 128, 4)]
-        demo = random_llama(layers=30, hidden=576, heads=9, kv_heads=3, inter=1536, vocab=49_152)
-        models = [tiny_llama(quick=False), demo]
+        models = [tiny_llama(quick=False), DEMO_SHAPE.build()]
     results = []
     for heads, kv_heads, dim, layers in shapes:
         token = mx.random.normal((1, heads, 1, dim)), *random_rows(kv_heads, 1, dim)

@@ -21,6 +21,8 @@ from typing import Any
 import results
 from needle_tasks import SETS, SeedSet, Task
 
+from kvkeep.bench import write_text
+
 FULL = "full cache"
 BUDGETS = ("12%", "25%", "50%")
 Record = dict[str, Any]
@@ -97,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     lines = resumed(record, about)
     evaluate(options, seed_set, record, about, lines)
     text = markdown(about, seed_set.tasks, lines)
-    results.write(options.out.with_suffix(".md"), text)
+    write_text(options.out.with_suffix(".md"), text)
     print(text)
     return 0
 
@@ -193,7 +195,7 @@ def provenance(options: argparse.Namespace, seed_set: SeedSet) -> Record:
         "model sha256": SMOLLM2_135M.sha256,
         "dtype": default_dtype(),
         "kvkeep": __version__,
-        **{name: machine[name] for name in ("python", "mlx", "mlx-lm")},
+        **{name: machine[name.replace("-", "_")] for name in ("python", "mlx", "mlx-lm")},
         "set": seed_set.name,
         "first seed": seed_set.first_seed,
         "prompts per task": options.prompts,
@@ -217,7 +219,7 @@ def resumed(record: Path, about: Record) -> list[Record]:
 
 def write_lines(record: Path, about: Record, lines: Iterable[Record]) -> None:
     """Write the whole record anew, under a temporary name."""
-    results.write(record, "".join(json.dumps(line) + "\n" for line in (about, *lines)))
+    write_text(record, "".join(json.dumps(line) + "\n" for line in (about, *lines)))
 
 
 def markdown(about: Record, tasks: Iterable[Task], lines: Iterable[Record]) -> str:

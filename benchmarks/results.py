@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.table import Table
-from timing import Spread
+
+from kvkeep.bench import Device, Spread, ratios, write_text
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,11 @@ class Result:
     @property
     def ratios(self) -> list[float]:
         """One ratio per round."""
-        pairs = zip(self.values, self.baseline_values, strict=self.baseline is not None)
+        if self.baseline is None:
+            return []
         if self.ratio == "baseline / subject":
-            return [base / value for value, base in pairs]
-        return [value / base for value, base in pairs]
+            return ratios(self.baseline_values, self.values)
+        return ratios(self.values, self.baseline_values)
 
     @property
     def judged(self) -> Spread:
@@ -136,39 +134,16 @@ def markdown(title: str, results: Sequence[Result]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on; no names or paths."""
-    from kvkeep import blas
-
-    used = blas.load()
-    return {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "mlx": version("mlx"),
-        "mlx-lm": version("mlx-lm"),
-        "blas": f"{used.name} ({used.status})",
-    }
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file under a temporary name and move it into place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """What the figures were taken on; no names of hosts, no paths."""
+    return asdict(Device.present())
 
 
 def write_all(out: Path, report: dict[str, Any], tables: Sequence[str]) -> tuple[Path, Path]:
     """Write OUT.json (every figure) and OUT.md (the tables); returns both paths."""
     data, text = out.with_suffix(".json"), out.with_suffix(".md")
-    write(data, json.dumps(report, indent=1) + "\n")
+    write_text(data, json.dumps(report, indent=1) + "\n")
     about = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
-    write(text, "\n".join(["# Benchmarks", "", about, "", *tables]))
+    write_text(text, "\n".join(["# Benchmarks", "", about, "", *tables]))
     return data, text
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import kvkeep  # noqa: F401
+from browser import browser, open_page  # noqa: F401  # fixtures of every module
 
 if TYPE_CHECKING:
     from mlx import nn
@@ -46,7 +47,8 @@ def demo_model() -> tuple[nn.Module, TokenizerWrapper]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that takes the `demo_model` fixture gets the mark of that name as well."""
+    """A test that takes the fixture `demo_model` or `browser` gets the mark of that name."""
     for item in items:
-        if "demo_model" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.demo_model)
+        for name in ("demo_model", "browser"):
+            if name in getattr(item, "fixturenames", ()):
+                item.add_marker(name)

@@ -8,7 +8,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
@@ -40,6 +40,20 @@ class Running:
         with contextlib.closing(connection):
             connection.request("POST", path, raw, headers or {})
             return _read(connection.getresponse())
+
+    def headers_of(self, body: Any, path: str = CHAT) -> tuple[int, Any]:
+        """Status and headers of the answer to a body."""
+        connection = self.open(body, path)
+        with contextlib.closing(connection):
+            response = connection.getresponse()
+            response.read()
+            return response.status, response.headers
+
+    def open(self, body: Any, path: str = CHAT) -> http.client.HTTPConnection:
+        """A connection that has sent a body, and has read nothing."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", path, json.dumps(body).encode())
+        return connection
 
     def get(self, path: str, *, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -143,6 +157,15 @@ class StockResponses(ResponseGenerator):
     def _run_generate(self) -> None:
         super()._run_generate()
         mx.clear_streams()
+
+
+def eventually(probe: Callable[[], Any], seconds: float = 20) -> Any:
+    """What a probe gives once it is true."""
+    stop = time.monotonic() + seconds
+    while not (value := probe()):
+        assert time.monotonic() < stop, "it did not come about"
+        time.sleep(0.02)
+    return value
 
 
 def chat(*texts: str, **fields: Any) -> dict[str, Any]:

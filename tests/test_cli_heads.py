@@ -12,7 +12,7 @@ from rich.console import Console
 
 from commands import fault_of, figures
 from kvkeep import heads as heads_room
-from kvkeep.cli import heads
+from kvkeep.cli import heads, progress
 from kvkeep.cli.main import main
 from kvkeep.errors import KvkeepError
 from kvkeep.heads import state_file_of
@@ -187,14 +187,18 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [entry.name for entry in picture.parent.iterdir()] == ["x.png"]
 
 
+def steps(console: Console) -> Any:
+    return progress.step_progress("profiling heads", "steps", console)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 6.0])
 def test_progress_off_a_terminal_is_a_line_now_and_then(
     seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([index * seconds for index in range(20)])
-    monkeypatch.setattr(heads.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     console = Console(width=200, force_terminal=False)
-    with console.capture() as capture, heads._progress(console) as report:
+    with console.capture() as capture, steps(console) as report:
         for done in range(10, 14):
             report(done, 13, "mean gate 0.50")
     lines = capture.get().splitlines()
@@ -207,7 +211,7 @@ def test_progress_off_a_terminal_is_a_line_now_and_then(
 
 def test_progress_on_a_terminal_is_a_bar_with_the_time_left() -> None:
     console = Console(width=120, force_terminal=True)
-    with console.capture() as capture, heads._progress(console) as report:
+    with console.capture() as capture, steps(console) as report:
         report(0, 4, "")
         report(4, 4, "mean gate 0.25")
     shown = capture.get()

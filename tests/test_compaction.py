@@ -293,7 +293,7 @@ def test_a_hybrid_that_evicts_nothing_decodes_bit_equal(model_type: str) -> None
     ("model_type", "reason"),
     [
         ("gemma2", r"computes attention on its own in 2 of 2 layers"),
-        ("deepseek_v3", r"adds positional scores to its attention through the mask"),
+        ("kimi_linear", r"adds positional scores to its attention through the mask"),
         ("mamba", r"has no layer with a plain KV cache.*got ArraysCache.*nothing to evict"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -134,6 +135,18 @@ def test_allocated_bytes_of_a_list() -> None:
     assert allocated_nbytes(make_prompt_cache(model)) == 0
     cache = kvkeep.compact_prompt_cache(model, PROMPT, budget=40).cache
     assert allocated_nbytes(cache) == cache_nbytes(cache)  # exactly sized until it grows
+
+
+@pytest.mark.parametrize("store", ["ragged", "union"])
+def test_allocated_bytes_of_unequal_heads_count_the_room(store: str) -> None:
+    model = tiny_llama()
+    config = kvkeep.EvictionConfig(policy="snapkv", budget=40, store=store, min_tokens=0)
+    cache = kvkeep.compact_prompt_cache(model, PROMPT, config=config).cache
+    model(mx.array([[1]]), cache=cache)
+    buffers = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache)
+    assert allocated_nbytes(cache) == buffers > cache_nbytes(cache)
+    batch = [layer.merge([layer, copy.deepcopy(layer)]) for layer in cache]
+    assert allocated_nbytes(batch) == 2 * buffers
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

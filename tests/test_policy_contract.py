@@ -81,6 +81,15 @@ def test_scores_are_finite_float32_and_deterministic(
 
 
 @EVERY
+def test_scores_hang_on_the_budget_only_where_it_says_so(name: str) -> None:
+    """The others' scores of one budget may choose rows at another."""
+    policy = get_policy(name)
+    view = view_of(policy, 300)
+    few, many = (scored(policy, replace(view, keep=keep)) for keep in (20, 280))
+    assert np.array_equal(few, many) == (not policy.budget_aware)
+
+
+@EVERY
 @pytest.mark.parametrize("seen", ["all", "some", "one"])
 def test_prompts_no_longer_than_the_window(name: str, seen: str) -> None:
     policy = get_policy(name)
@@ -120,6 +129,14 @@ def test_it_reads_nothing_but_what_it_needs(name: str) -> None:
     }
     for need in policy.needs:  # and what it says it needs does matter
         assert (scored(policy, changed[need]) != right).any(), need
+
+
+@EVERY
+def test_it_says_whether_its_scores_depend_on_the_budget(name: str) -> None:
+    policy = get_policy(name)
+    view = view_of(policy, 300)
+    few, many = (scored(policy, replace(view, keep=keep)) for keep in (30, 150))
+    assert policy.budget_aware == (few != many).any()
 
 
 @EVERY

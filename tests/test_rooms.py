@@ -34,10 +34,10 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("checking",),
     ("comparing",),
     ("conversation",),
+    ("pages",),
     ("haystack",),
     ("heads",),
     ("demo_model",),
-    ("pages",),
     ("server", "evaluation", "bench", "inspecting"),
     ("cli",),
 )

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from email.message import Message
 from typing import Any
@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeep.server import batching
-from serving import CHAT, TEXT, Running, chat, running, usage_of
+from serving import CHAT, TEXT, Running, chat, eventually, running, usage_of
 from tiny_folder import write_tiny_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
@@ -89,15 +89,6 @@ def ended(server: Running, request_id: str) -> dict[str, Any]:
     return found[0]
 
 
-def eventually(probe: Callable[[], Any], seconds: float = 20) -> Any:
-    """What a probe gives once it is true."""
-    stop = time.monotonic() + seconds
-    while not (value := probe()):
-        assert time.monotonic() < stop, "it did not come about"
-        time.sleep(0.02)
-    return value
-
-
 def metrics(server: Running) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     code, headers, raw = fetch(server, "/metrics")
     assert (code, headers["Content-Type"].split(";")[0]) == (200, "text/plain")
@@ -121,7 +112,8 @@ def test_a_live_request_and_what_stays_of_it(server: Running, slow: None) -> Non
         assert now["requests"]["states"] == {"queued": 0, "prefill": 0, "decode": 1}
         assert (one["id"], one["state"], one["stream"]) == ("live-1", "decode", True)
         assert (one["policy"], one["budget"], one["status"]) == ("snapkv", "48", None)
-        assert now["in_flight"] == {"exact": 0, "compact": one["compact_bytes"]}
+        assert now["in_flight"]["exact"] == 0
+        assert now["in_flight"]["compact"] >= one["compact_bytes"]  # with room for the answer
         later = eventually(lambda: [r for r in live(server) if r["generated"] > one["generated"]])
         assert later[0]["age_s"] > one["age_s"]
         rest = response.read().decode()
@@ -153,7 +145,12 @@ def test_the_prompt_cache_and_its_reuse_are_shown(folder: str) -> None:
         assert cached > len(WORDS)
         now = eventually(lambda: (s := status(server))["totals"]["requests"] == 2 and s)
         cache = server.responses.prompt_cache
-        assert now["prompt_cache"]["exact"] == {"entries": len(cache), "bytes": cache.nbytes}
+        eventually(  # the last answer is given before its cache is kept
+            lambda: (
+                status(server)["prompt_cache"]["exact"]
+                == {"entries": len(cache), "bytes": cache.nbytes}
+            )
+        )
         assert len(cache) > 0
         assert now["totals"]["reused_tokens"] == {"exact": cached, "compact": 0}
         assert now["totals"]["prompt_tokens"] == sum(u["prompt_tokens"] for u in usages)

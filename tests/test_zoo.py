@@ -229,9 +229,7 @@ def test_scores_are_of_the_models_own_attention(kind: str) -> None:
     facts, window, cache = facts_of(model), 6, make_prompt_cache(model)
     step = 2048 if kind in BY_CHUNK else 40
     layers = [i for i, leaf in enumerate(facts.leaves) if leaf.chosen]
-    seen = observed_prefill(
-        model, PROMPT, cache, layers, window=window, policy="snapkv", facts=facts, step=step
-    )
+    seen = observed_prefill(model, PROMPT, cache, layers, window=window, policy="snapkv", step=step)
     right = attention_mass(model, PROMPT, layers, window)
     found = leaves(cache)
     for index in layers:

@@ -29,19 +29,22 @@ def write_tiny_folder(
     seed: int = 0,
     template: str | None = CHAT_TEMPLATE,
     endless: bool = False,
+    every_byte: bool = False,
 ) -> Path:
     """Write config.json, model.safetensors and the tokenizer's files; returns the folder.
 
-    Every character is a token of its own (printable ASCII and the space; others are dropped),
-    so the number of tokens is known from the text, and an answer is one line.
+    Every character is a token of its own (printable ASCII and the space; others are dropped,
+    unless `every_byte`), so the number of tokens is known from the text, and an answer is one line.
 
     Args:
         seed: of the weights.
         template: the chat template, or None for a tokenizer without one.
+        every_byte: each byte is a token, so that any text can be read, as real tokenizers do.
         endless: never choose the end token while decoding greedily.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    letters = sorted(c for c in pre_tokenizers.ByteLevel.alphabet() if c.isascii() or c == "Ġ")
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    letters = sorted(c for c in alphabet if every_byte or c.isascii() or c == "Ġ")
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *letters])}
     model = tiny_llama(vocab=len(vocabulary), head_dim=32, seed=seed)  # 32: can be quantised
     if endless:

@@ -117,7 +117,7 @@ def _masking(
         q: mx.array, k: mx.array, v: mx.array, cache: Any, scale: float, mask: Any, **more: Any
     ) -> mx.array:
         index = owners.of(k, cache)
-        if index in hidden:
+        if index is not None and index in hidden:
             seen.add(index)
             mask = _with_hidden(mask, hidden[index], q.shape[1], q.shape[2], k.shape[2])
         return stock(q, k, v, cache=cache, scale=scale, mask=mask, **more)
@@ -187,7 +187,8 @@ def attention_mass(
 
     def make(stock: Any) -> tuple[Any, set[int]]:
         def call(q: Any, k: Any, v: Any, cache: Any, scale: float, mask: Any, **more: Any) -> Any:
-            if (index := owners.of(k, cache)) in layers:
+            index = owners.of(k, cache)
+            if index is not None and index in layers:
                 calls.append((index, (q, k, scale, mask, more.get("sinks"))))
             return stock(q, k, v, cache=cache, scale=scale, mask=mask, **more)
 
@@ -197,7 +198,7 @@ def attention_mass(
         fed(model, cache, prompt, [len(prompt)])
     mass: dict[int, np.ndarray] = {}
     for index, call in calls:
-        weights = _weights(*call, window)
+        weights = _weights(call, window)
         own, keys = np.asarray(found[index].keys[0]), np.asarray(call[1][0])
         total = mass.setdefault(index, np.zeros((len(own), len(prompt))))
         for head, row in enumerate(weights):
@@ -211,10 +212,9 @@ def _same(own: np.ndarray, keys: np.ndarray) -> bool:
     return own.shape[1] == keys.shape[1] and np.array_equal(own[: len(keys)], keys)
 
 
-def _weights(
-    q: mx.array, k: mx.array, scale: float, mask: Any, sinks: mx.array | None, window: int
-) -> np.ndarray:
+def _weights(call: tuple[Any, ...], window: int) -> np.ndarray:
     """Softmax weights in float64 of the last queries, summed over them: [H_q, T]."""
+    q, k, scale, mask, sinks = call
     queries, keys = np.asarray(q[0], np.float64), np.asarray(k[0], np.float64)
     keys = np.repeat(keys, len(queries) // len(keys), axis=0)
     logits = queries @ keys.swapaxes(1, 2) * scale

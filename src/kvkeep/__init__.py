@@ -25,6 +25,7 @@ from kvkeep.conversation import Conversation  # noqa: E402
 from kvkeep.errors import KvkeepError  # noqa: E402
 from kvkeep.generation import RECOMMENDED, generate, stream_generate  # noqa: E402
 from kvkeep.heads import ProfileSettings, profile_heads  # noqa: E402
+from kvkeep.inspecting import Inspection, inspect_prompt  # noqa: E402
 from kvkeep.policies import get_policy  # noqa: E402
 from kvkeep.reuse import (  # noqa: E402
     load_prompt_cache,
@@ -71,6 +72,7 @@ __all__ = [
     "HeadPartitionedEvictionResult",
     "HeadPartitionedKVCache",
     "HeadProfile",
+    "Inspection",
     "KvkeepError",
     "LayerSelection",
     "LayerView",
@@ -92,6 +94,7 @@ __all__ = [
     "evict_selection",
     "generate",
     "get_policy",
+    "inspect_prompt",
     "load_head_profile",
     "load_prompt_cache",
     "profile_heads",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
 from kvkeep.allocation import Allocation, Demand, Scored, grouped_counts
 from kvkeep.attention import Observation
-from kvkeep.caches import RowGroup, bytes_per_row, is_plain, row_groups
+from kvkeep.caches import RowGroup, bytes_per_row, is_plain, leaves_of, row_groups
 from kvkeep.errors import BudgetError, CacheError, ConfigError
 from kvkeep.policies import Policy
 from kvkeep.selection import forced_rows, select_unequal_rows
@@ -32,6 +32,10 @@ class Ranked:
     sets: np.ndarray
     positions: np.ndarray
     scores: np.ndarray
+
+
+#: Scored rows by layer.
+Ranking: TypeAlias = Mapping[int, tuple[Ranked, ...]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,14 @@ class Chooser:
     seen: Observation
     most_bytes: int | None = None
 
-    def choose(self, cache: list[Any], layers: list[int]) -> dict[int, LayerSelection]:
+    def keeps_all(self, cache: list[Any], layers: list[int]) -> bool:
+        """Whether the prompt or the cache is so small that nothing is evicted."""
+        first = leaves_of(cache)[layers[0]]
+        return first.offset <= self.config.min_tokens or self.keep >= first.size()
+
+    def choose(
+        self, cache: list[Any], layers: list[int], ranking: Ranking | None = None
+    ) -> dict[int, LayerSelection]:
         """Kept positions of each of these layers, per head or shared as the store asks.
 
         A model that attends where the seam cannot see it builds one mask from its first cache
@@ -64,41 +75,60 @@ class Chooser:
         right only where all of them hold the same positions, so such a model gets one set,
         from the mean score over layers and heads.
 
+        Args:
+            cache: a cache list; `layers` counts its leaves.
+            ranking: what `rank` gave, so that nothing is scored again.
+
         Raises:
             CacheError: one set is needed, and layers or heads hold different positions.
             BudgetError: the budget does not hold what is protected.
         """
+        cache = leaves_of(cache)
         if self.seen.one_set:
             require_choosable(cache, layers, self.config, self.policy, one_set=True)
             require_one_count(self.allocation)
-        if self.policy.scope == "model" or self.seen.one_set:
-            return self._fitting(cache, layers, self._model(cache, layers))
-        if self.allocation.sight == "model" or self._may_exceed(cache, layers):
-            ranked = {index: self._ranked(cache[index], index) for index in layers}
-            return self._fitting(cache, layers, ranked)
+        if self._one_set or self.allocation.sight == "model" or self._may_exceed(cache, layers):
+            return self._fitting(cache, layers, ranking or self.rank(cache, layers))
         if self.allocation.sight == "layer":
-            return dict(self._layer_by_layer(cache, layers))
+            return dict(self._layer_by_layer(cache, layers, ranking))
         counts = self._counts(self._demand(cache, layers))
         chosen = {}
         for index in layers:
-            chosen[index] = self._selected(self._ranked(cache[index], index), counts[index])
+            ranked = ranking[index] if ranking else self._ranked(cache[index], index)
+            chosen[index] = self._selected(ranked, counts[index])
         return chosen
 
+    def rank(self, cache: list[Any], layers: list[int]) -> Ranking:
+        """Scored rows of each layer, as `choose` ranks them.
+
+        They serve choosers of other budgets too, unless the policy's scores hang on the
+        budget (`Policy.budget_aware`).
+        """
+        cache = leaves_of(cache)
+        if self._one_set:
+            return self._model(cache, layers)
+        return {index: self._ranked(cache[index], index) for index in layers}
+
     def _layer_by_layer(
-        self, cache: list[Any], layers: list[int]
+        self, cache: list[Any], layers: list[int], ranking: Ranking | None
     ) -> Iterator[tuple[int, LayerSelection]]:
         for index in layers:
-            ranked = self._ranked(cache[index], index)
+            ranked = ranking[index] if ranking else self._ranked(cache[index], index)
             demand = replace(self._demand(cache, [index]), scored=(self._scored(ranked),))
             yield index, self._selected(ranked, self._counts(demand)[index])
 
     # -- scoring -----------------------------------------------------------------------
 
     @property
+    def _one_set(self) -> bool:
+        """Whether one score per position serves all layers and heads."""
+        return self.policy.scope == "model" or self.seen.one_set
+
+    @property
     def _shared(self) -> bool:
         """Whether one set of positions serves all heads of a layer."""
-        one = self.policy.scope == "model" or self.seen.one_set or self.seen.facts.heads_alike
-        return (one or self.config.store == "shared") and not self.allocation.by_head
+        alike = self._one_set or self.seen.facts.heads_alike
+        return (alike or self.config.store == "shared") and not self.allocation.by_head
 
     def _ranked(self, cache: Any, index: int) -> tuple[Ranked, ...]:
         ranked = []
@@ -132,7 +162,7 @@ class Chooser:
             view = replace(view, queries=view.queries[:, -width:] if width else None)
         return self.policy.score(view)
 
-    def _model(self, cache: list[Any], layers: list[int]) -> dict[int, tuple[Ranked, ...]]:
+    def _model(self, cache: list[Any], layers: list[int]) -> Ranking:
         """One score per position for all layers, summed over them."""
         (first,) = row_groups(cache[layers[0]])
         rows, capture = first.keys.shape[1], self.seen.capture
@@ -218,7 +248,7 @@ class Chooser:
         return dict(zip(demand.layers, counts, strict=True))
 
     def _fitting(
-        self, cache: list[Any], layers: list[int], ranked: Mapping[int, tuple[Ranked, ...]]
+        self, cache: list[Any], layers: list[int], ranked: Ranking
     ) -> dict[int, LayerSelection]:
         """The selection for `keep`, or for the most rows whose stored bytes fit the budget."""
         demand = self._demand(cache, layers)
@@ -231,20 +261,20 @@ class Chooser:
             return {index: at._selected(ranked[index], counts[index]) for index in layers}
 
         selection = chosen(self.keep)
-        if self.most_bytes is None or self._stored(cache, selection) <= self.most_bytes:
+        if self.most_bytes is None or self.stored_nbytes(cache, selection) <= self.most_bytes:
             return selection
         fits, low, high = None, demand.least, self.keep
         while low < high:
             middle = (low + high) // 2
             tried = chosen(middle)
-            if self._stored(cache, tried) <= self.most_bytes:
+            if self.stored_nbytes(cache, tried) <= self.most_bytes:
                 fits, low = tried, middle + 1
             else:
                 high = middle
         if fits is None:
             raise BudgetError(
                 "byte budget holds no row of this store",
-                expected=f"at least {self._stored(cache, chosen(demand.least))} bytes",
+                expected=f"at least {self.stored_nbytes(cache, chosen(demand.least))} bytes",
                 received=f"{self.most_bytes} for the evictable layers",
                 remedy="Raise --kv-budget, or choose another store.",
             )
@@ -257,7 +287,7 @@ class Chooser:
         per_head = {bytes_per_row(cache[i]) / _heads(cache[i]) for i in layers}
         return self.config.store == "union" or len(per_head) > 1
 
-    def _stored(self, cache: list[Any], selection: Mapping[int, LayerSelection]) -> int:
+    def stored_nbytes(self, cache: list[Any], selection: Mapping[int, LayerSelection]) -> int:
         """Bytes that a selection takes in the store that it goes to."""
         total = 0
         for index, chosen in selection.items():

@@ -18,8 +18,7 @@ from kvkeep.attention import (
     ProgressCallback,
     RepeatPrompt,
     find_parts,
-    observed_prefill,
-    repeated,
+    observed_reading,
     replay_queries,
     require_profile_of,
     require_repeatable,
@@ -41,7 +40,6 @@ from kvkeep.caches import (
 )
 from kvkeep.choosing import Chooser, require_choosable, require_compatible
 from kvkeep.errors import (
-    BudgetError,
     CacheError,
     ConfigError,
     PromptError,
@@ -51,7 +49,9 @@ from kvkeep.evictable import (
     Evictable,
     evictable,
     full_attention_layers,
+    known_rows,
     require_possible,
+    require_room,
 )
 from kvkeep.policies import Policy, policy_of
 from kvkeep.spec import (
@@ -221,7 +221,7 @@ def prefill_and_compact(
     found = Evictable(full_attention_layers(model, cache))
     length = len(tokens) + leaves[found.layers[0]].offset
     rows = len(tokens) + leaves[found.layers[0]].size()
-    whole = length <= config.min_tokens or rows <= _known_rows(config.limit, length)
+    whole = length <= config.min_tokens or rows <= known_rows(config.limit, length)
     if not whole:
         found = evictable(model, cache)
         require_possible(model, found, config, policy, allocation)
@@ -233,27 +233,21 @@ def prefill_and_compact(
     layers = found.layers
     start = time.perf_counter()
     with unchanged_on_error(leaves):
-        seen = observed_prefill(
+        seen, prefill = observed_reading(
             model,
             tokens,
             cache,
             [] if whole else layers,  # nothing is asked of a model that keeps every row
+            policy,
             window=0 if whole else max(policy.observation_window, allocation.window),
-            policy=policy.name,
-            scorer=policy,
-            allow_capture=policy.scope == "model",
+            repeat_prompt=repeat_prompt,
             score_chunk_size=config.score_chunk_size,
             step=step,
             progress=progress,
-            facts=found.facts,
         )
-        prefill = time.perf_counter() - start
-        if "replay" in policy.needs and not whole:
-            seen = repeated(
-                model, tokens, cache, layers, policy, seen, repeat_prompt or RepeatPrompt(), step
-            )
         selection = choose_observed(cache, layers, seen, config, policy, allocation)
         score = time.perf_counter() - start - prefill
+    del leaves  # nothing but the cache list may hold a layer's exact rows now
     result = store_selection(list(cache) if keep_exact else cache, selection, config.store)
     return replace(result, times=replace(result.times, prefill=prefill, score=score))
 
@@ -294,7 +288,7 @@ def compact_prefilled(
     leaves = leaves_of(cache)
     first = leaves[full_attention_layers(model, cache)[0]]
     length, rows = first.offset, first.size()
-    if length <= config.min_tokens or rows <= _known_rows(config.limit, length):
+    if length <= config.min_tokens or rows <= known_rows(config.limit, length):
         return kept_as_it_is(cache, length)
     found = evictable(model, cache)
     layers, facts = found.layers, found.facts
@@ -307,7 +301,7 @@ def compact_prefilled(
     if window or facts.failure:  # one token tells whether the seam sees an unknown model
         last = tokens[-max(window, 1) :]
         observers = replay_queries(
-            model, cache, last, layers, policy=policy.name, needed=window > 0, facts=facts
+            model, cache, last, layers, policy=policy.name, needed=window > 0
         )
         seen = replace(seen, observers=observers)
     selection = choose_observed(cache, layers, seen, config, policy, allocation)
@@ -321,31 +315,6 @@ def kept_as_it_is(cache: list[Any], length: int) -> SnapKVEvictionResult:
     return _result(list(cache), Selection(length, {}), cache_nbytes(cache))
 
 
-def _known_rows(budget: Budget, length: int) -> int:
-    """Rows that a budget allows where that is known without the cache, else 0."""
-    return 0 if budget.unit == "bytes" else budget.rows(length)
-
-
-def require_room(config: EvictionConfig, length: int) -> None:
-    """Refuse a budget below what is protected of `length` positions, where that is known
-    before they are computed.
-
-    Raises:
-        BudgetError: it is.
-    """
-    if keep := _known_rows(config.limit, length):
-        inside = np.zeros(length, dtype=np.bool_)
-        for first, stop in config.protect:
-            inside[first:stop] = True
-        if (protected := int(np.count_nonzero(inside))) > keep:
-            raise BudgetError(
-                f"a budget of {keep} rows cannot hold {protected} protected positions",
-                expected=f"at least {protected} rows per head",
-                received=f"{config.limit} of {length} positions",
-                remedy="Raise the budget or protect fewer positions.",
-            )
-
-
 def choose_observed(
     cache: list[Any],
     layers: list[int],
@@ -357,12 +326,28 @@ def choose_observed(
     """Score and select; no layer in it where nothing is to be evicted. No cache is changed.
 
     Raises:
+        As `chooser_of`, and SelectionError: scores are not finite.
+    """
+    chooser = chooser_of(cache, layers, seen, config, policy, allocation)
+    kept = {} if chooser.keeps_all(cache, layers) else chooser.choose(cache, layers)
+    return Selection(leaves_of(cache)[layers[0]].offset, kept)
+
+
+def chooser_of(
+    cache: list[Any],
+    layers: list[int],
+    seen: Observation,
+    config: EvictionConfig,
+    policy: Policy,
+    allocation: Allocation,
+) -> Chooser:
+    """What scores and selects rows of a prefilled cache for a config's budget.
+
+    Raises:
         BudgetError: the budget holds no row, or fewer than are protected.
-        SelectionError: scores are not finite.
         CacheError: a layer holds a batch or is at another position.
     """
     leaves = leaves_of(cache)
-    rows = leaves[layers[0]].size()
     offset = leaves[layers[0]].offset
     for index in layers:
         _require_offset(leaves[index].offset, offset, index)
@@ -371,16 +356,10 @@ def choose_observed(
     # Rows that go along take their share of each row's bytes.
     along = [i for i, leaf in enumerate(seen.facts.leaves) if leaf.route == ALONG]
     fixed = cache_nbytes(cache) - sum(live_nbytes(leaves[i]) for i in (*layers, *along))
-    keep = limit.rows(
-        offset,
-        bytes_per_row=sum(bytes_per_row(leaves[i]) for i in (*layers, *along)),
-        fixed_bytes=fixed,
-    )
-    if offset <= config.min_tokens or keep >= rows:
-        return Selection(offset, {})
+    row = sum(bytes_per_row(leaves[i]) for i in (*layers, *along))
+    keep = limit.rows(offset, bytes_per_row=row, fixed_bytes=fixed)
     most = int(limit.amount) - fixed if limit.unit == "bytes" else None
-    chooser = Chooser(config, policy, allocation, keep, len(layers), seen, most)
-    return Selection(offset, chooser.choose(leaves, layers))
+    return Chooser(config, policy, allocation, keep, len(layers), seen, most)
 
 
 def store_selection(

@@ -27,6 +27,8 @@ from kvkeep.generation import (
 )
 from kvkeep.spec import EvictionConfig, SnapKVEvictionResult
 
+#: What tells its live rows and its buffers apart.
+
 
 @dataclass(frozen=True)
 class Answer:

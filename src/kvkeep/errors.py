@@ -70,5 +70,17 @@ class HeadProfileError(KvkeepError, ValueError):
     """A head profile is missing, damaged, or of another model or configuration."""
 
 
+class OutputError(KvkeepError):
+    """A page, picture or table cannot be written where it was asked for."""
+
+
+class BenchFileError(KvkeepError, ValueError):
+    """A file of benchmark results is missing, damaged, or of another device or model."""
+
+
 class DemoModelError(KvkeepError):
     """The demo model could not be fetched, verified or converted."""
+
+
+class EvaluationError(KvkeepError):
+    """A file of evaluation results is foreign or damaged, or cannot be written."""

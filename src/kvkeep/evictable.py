@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvkeep.allocation import Allocation
 from kvkeep.attention import (
     FAST,
@@ -19,9 +21,9 @@ from kvkeep.attention import (
 )
 from kvkeep.caches import is_compact, is_plain, leaves_of, require_evictable, require_one_request
 from kvkeep.choosing import require_one_count
-from kvkeep.errors import ConfigError, UnsupportedModelError
+from kvkeep.errors import BudgetError, ConfigError, UnsupportedModelError
 from kvkeep.policies import POLICIES, Policy
-from kvkeep.spec import EvictionConfig
+from kvkeep.spec import Budget, EvictionConfig
 
 _SEES = frozenset({"queries", "attention", "replay"})
 
@@ -84,6 +86,15 @@ def evictable(model: Any, cache: list[Any]) -> Evictable:
             remedy="Run it with eviction off.",
         )
     return Evictable(chosen, facts)
+
+
+def evictable_layers(model: Any, cache: list[Any]) -> list[int]:
+    """Indices among the leaves of a cache list of what rows are chosen for.
+
+    Raises:
+        As `evictable`.
+    """
+    return evictable(model, cache).layers
 
 
 def query_free_policies() -> list[str]:
@@ -165,5 +176,30 @@ def _refuse(model: Any, reason: str, layers: Sequence[int], captures: bool = Fal
         f"model {model_name(model)!r} {reason}",
         expected="attention through mlx_lm.models.base.scaled_dot_product_attention",
         received=f"other attention in layers {shown}",
-        remedy=f"Use a policy that needs no queries ({names}){other}, or switch eviction off.",
+        remedy=f"Run it with eviction off, or use a policy that needs no queries ({names}){other}.",
     )
+
+
+def known_rows(budget: Budget, length: int) -> int:
+    """Rows that a budget allows where that is known without the cache, else 0."""
+    return 0 if budget.unit == "bytes" else budget.rows(length)
+
+
+def require_room(config: EvictionConfig, length: int) -> None:
+    """Refuse a budget below what is protected of `length` positions, where that is known
+    before they are computed.
+
+    Raises:
+        BudgetError: it is.
+    """
+    if keep := known_rows(config.limit, length):
+        inside = np.zeros(length, dtype=np.bool_)
+        for first, stop in config.protect:
+            inside[first:stop] = True
+        if (protected := int(np.count_nonzero(inside))) > keep:
+            raise BudgetError(
+                f"a budget of {keep} rows cannot hold {protected} protected positions",
+                expected=f"at least {protected} rows per head",
+                received=f"{config.limit} of {length} positions",
+                remedy="Raise the budget or protect fewer positions.",
+            )

@@ -10,6 +10,7 @@ from kvkeep.attention.looking import batch_fault, facts_of, stand_in_fault
 from kvkeep.attention.observe import WindowObserver, model_name, observing, require_visible
 from kvkeep.attention.parts import LayerParts, find_parts
 from kvkeep.attention.prefill import Observation, ProgressCallback, observed_prefill
+from kvkeep.attention.reading import observed_reading
 from kvkeep.attention.repeat import RepeatPrompt, repeated, require_repeatable
 from kvkeep.attention.replay import replay_queries
 from kvkeep.attention.rotary import Rotary
@@ -43,6 +44,7 @@ __all__ = [
     "model_identity",
     "model_name",
     "observed_prefill",
+    "observed_reading",
     "observing",
     "query_heads",
     "remove",

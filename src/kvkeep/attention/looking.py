@@ -204,7 +204,7 @@ class _Watch:
             return None
         own = leaf.keys[..., : keys.shape[2], :]
         same = mx.all(keys[0][:, None] == own[0][None], axis=(2, 3))
-        order = tuple(mx.argmax(same, axis=1).tolist())
+        order = tuple(np.asarray(mx.argmax(same, axis=1)).tolist())
         return None if list(order) == sorted(order) else order
 
     def _turned(self, queries: mx.array, leaf: Any) -> mx.array | None:

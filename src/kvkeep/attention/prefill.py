@@ -12,6 +12,7 @@ from kvkeep.attention import seam
 from kvkeep.attention.capture import SnapKVAttentionCapture
 from kvkeep.attention.facts import UNKNOWN, ModelFacts
 from kvkeep.attention.gathering import Gathering
+from kvkeep.attention.looking import facts_of
 from kvkeep.attention.observe import WindowObserver, observing, require_visible
 from kvkeep.attention.parts import LayerParts, find_parts
 from kvkeep.caches import leaves_of
@@ -59,7 +60,6 @@ def observed_prefill(
     score_chunk_size: int = 8,
     step: int = 2048,
     progress: ProgressCallback | None = None,
-    facts: ModelFacts = UNKNOWN,
 ) -> Observation:
     """Run `tokens` through the model into `cache`, keeping the last W queries per layer.
 
@@ -74,7 +74,6 @@ def observed_prefill(
         scorer: the policy itself, where it may have an accumulator or need parts of the model.
         allow_capture: let a model that calls `mx.fast` attention itself be scored by
             `SnapKVAttentionCapture` (scores of the whole model only).
-        facts: of the model.
 
     Raises:
         UnsupportedModelError: the model has no such part as the policy needs (raised at once);
@@ -83,6 +82,7 @@ def observed_prefill(
             was built and before it was computed (but for what accumulators took in).
     """
     seam.install(model)
+    facts = facts_of(model) if layers else UNKNOWN
     needs = frozenset() if scorer is None else scorer.needs
     parts = find_parts(model, cache, layers, needs, policy)
     gatherings = {}

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvkeep.attention import seam
-from kvkeep.attention.facts import UNKNOWN, ModelFacts
+from kvkeep.attention.looking import facts_of
 from kvkeep.attention.observe import WindowObserver, observing, require_visible
 from kvkeep.attention.undo import restorer_of_copy
 from kvkeep.caches import is_exact, leaves_of
@@ -23,7 +23,6 @@ def replay_queries(
     *,
     policy: str,
     needed: bool = True,
-    facts: ModelFacts = UNKNOWN,
 ) -> Mapping[int, WindowObserver]:
     """Trim the last W tokens, run them again under observation, restore their rows.
 
@@ -37,7 +36,6 @@ def replay_queries(
         layers: indices, among the leaves, of what to observe.
         policy: named in refusals.
         needed: False accepts a model whose queries are not seen, as `require_visible` does.
-        facts: of the model.
 
     Raises:
         PromptError: no tokens, or more than the cache holds.
@@ -62,6 +60,7 @@ def replay_queries(
             remedy="Observe during the prefill instead, or use a policy that needs no queries.",
         )
     seam.install(model)
+    facts = facts_of(model)
     restore = [_restorer(layer, width) for layer in leaves]
     try:
         for layer in leaves:

@@ -18,7 +18,7 @@ class CompactCache(MlxCache):
     """Rows at their true positions; subclasses say how the rows are stored.
 
     Subclasses hold `keys` and `values` and implement `_gather` (or `_kept_changed`),
-    `nbytes` and `state`.
+    `nbytes`, `allocated_nbytes` and `state`.
     """
 
     _ledger: PositionLedger
@@ -207,6 +207,11 @@ class CompactCache(MlxCache):
     @property
     def nbytes(self) -> int:
         """Bytes of the live K/V rows."""
+        raise NotImplementedError
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of the whole buffers, room for appended rows included."""
         raise NotImplementedError
 
     @property

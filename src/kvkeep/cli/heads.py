@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
 from kvkeep import heads
 from kvkeep.cli.loading import load_model, mention_demo
-from kvkeep.cli.progress import LINE_EVERY
+from kvkeep.cli.progress import step_progress
 from kvkeep.cli.report import print_table
 from kvkeep.errors import ConfigError
 from kvkeep.spec import HeadProfile, load_head_profile
@@ -135,7 +124,7 @@ def _profile(args: argparse.Namespace) -> HeadProfile:
             "--output is a folder", expected="the name of a file", received=args.output
         )
     loaded = load_model(args.model, trust_remote_code=args.trust_remote_code)
-    with _progress(Console(stderr=True)) as report:
+    with step_progress("profiling heads", "steps") as report:
         return heads.profile_heads(
             loaded.model,
             loaded.tokenizer,
@@ -144,53 +133,6 @@ def _profile(args: argparse.Namespace) -> HeadProfile:
             name=args.model,
             progress=report,
         )
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[heads.Progress]:
-    """A bar with the time left on a terminal, a line now and then elsewhere."""
-    if not console.is_terminal:
-        yield _lines(console)
-        return
-    columns = (
-        TextColumn("profiling heads"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps"),
-        TextColumn("{task.fields[words]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    # Speed over the last minutes: a sample can take many seconds.
-    with Progress(*columns, console=console, speed_estimate_period=600) as bar:
-        task: TaskID | None = None
-
-        def report(done: int, total: int, words: str) -> None:
-            nonlocal task
-            if task is None:  # the first report says how far an earlier run had come
-                task = bar.add_task("", total=total, completed=done, words=words)
-            bar.update(task, completed=done, words=words)
-
-        yield report
-
-
-def _lines(console: Console) -> heads.Progress:
-    began: float | None = None
-    spoke = 0.0
-    first = 0
-
-    def report(done: int, total: int, words: str) -> None:
-        nonlocal began, spoke, first
-        now = time.perf_counter()
-        if began is None:
-            began, spoke, first = now, now, done
-        if done in (first, total) or now - spoke < LINE_EVERY:
-            return
-        spoke = now
-        left = (now - began) / (done - first) * (total - done)
-        line = f"profiling heads: {done:,}/{total:,} steps, {words}, {left:.0f} s left"
-        console.print(line, highlight=False, soft_wrap=True)
-
-    return report
 
 
 def summary_table(profile: HeadProfile) -> Table:

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from kvkeep import __version__
-from kvkeep.cli import chat, generate, heads, model, policies, serve
+from kvkeep.cli import bench, chat, eval, generate, heads, inspect_prompt, model, policies, serve
 from kvkeep.errors import KvkeepError
 
 #: In the order of `kvkeep --help`.
-COMMANDS = (generate, chat, serve, policies, heads, model)
+COMMANDS = (generate, chat, serve, inspect_prompt, eval, bench, policies, heads, model)
 
 USER_FAULT, INTERRUPTED = 2, 130
 

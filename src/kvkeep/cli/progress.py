@@ -1,4 +1,4 @@
-"""How far the prompt is read: a bar on a terminal, a line now and then elsewhere."""
+"""How far the work has come: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from rich.progress import (
     Task,
     TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
 
 from kvkeep.attention import ProgressCallback
 
+#: (steps done, steps in all, a few words on them).
+StepProgress = Callable[[int, int, str], None]
 #: Seconds between two plain lines.
 LINE_EVERY = 5.0
 #: Seconds that reading must have taken before plain lines begin.
@@ -97,6 +100,62 @@ def _lines(console: Console, clock: Callable[[], float] = time.perf_counter) -> 
         left = (total - done) / speed
         read = f"reading the prompt: {done:,}/{total:,} tokens"
         line = f"{read}, {speed:,.0f} tok/s, {left:.0f} s left"
+        console.print(line, highlight=False, soft_wrap=True)
+
+    return report
+
+
+@contextmanager
+def step_progress(title: str, unit: str, console: Console | None = None) -> Iterator[StepProgress]:
+    """A callback (done, total, words) that draws long work, with the time left.
+
+    The first call says how far an earlier run had come: those steps do not count as fast.
+
+    Args:
+        title: what is being done.
+        unit: what is counted.
+        console: None draws on stderr.
+    """
+    console = Console(stderr=True) if console is None else console
+    if not console.is_terminal:
+        yield _step_lines(console, title, unit)
+        return
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        TextColumn(f"{{task.completed:,.0f}}/{{task.total:,.0f}} {unit}"),
+        TextColumn("{task.fields[words]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    # Speed over the last minutes: a step can take many seconds.
+    with Progress(*columns, console=console, speed_estimate_period=600) as bar:
+        task: TaskID | None = None
+
+        def report(done: int, total: int, words: str) -> None:
+            nonlocal task
+            if task is None:
+                task = bar.add_task("", total=total, completed=done, words=words)
+            bar.update(task, completed=done, words=words)
+
+        yield report
+
+
+def _step_lines(console: Console, title: str, unit: str) -> StepProgress:
+    began: float | None = None
+    spoke = 0.0
+    first = 0
+
+    def report(done: int, total: int, words: str) -> None:
+        nonlocal began, spoke, first
+        now = time.perf_counter()
+        if began is None:
+            began, spoke, first = now, now, done
+        if done in (first, total) or now - spoke < LINE_EVERY:
+            return
+        spoke = now
+        left = (now - began) / (done - first) * (total - done)
+        line = f"{title}: {done:,}/{total:,} {unit}, {words}, {left:.0f} s left"
         console.print(line, highlight=False, soft_wrap=True)
 
     return report

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkeep.comparing import Answer, Comparison
+from kvkeep.pages import nbytes
 from kvkeep.spec import EvictionConfig, SnapKVEvictionResult
 
 
@@ -112,14 +113,6 @@ def before_and_after(kv: SnapKVEvictionResult) -> str:
     """Bytes of the live K/V rows before and after eviction."""
     before, after = kv.exact_cache_nbytes, kv.compact_cache_nbytes
     return f"{nbytes(before)} before, {nbytes(after)} after ({100 * after / before:.1f}%)"
-
-
-def nbytes(amount: float) -> str:
-    """Bytes as a person reads them (decimal units)."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if amount >= size:
-            return f"{amount / size:.2f} {unit}"
-    return f"{amount:.0f} B"
 
 
 def seconds(time: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 from pathlib import Path
 
 from kvkeep.cli.flags import EVICTION_OFF, add_eviction_flags, eviction_config
@@ -11,11 +12,12 @@ from kvkeep.cli.loading import is_path, mention_demo
 from kvkeep.demo_model import resolve_model
 from kvkeep.errors import ConfigError
 from kvkeep.generation import RECOMMENDED
-from kvkeep.server import ServerSettings, serve
+from kvkeep.server import ServerSettings, memory_bytes, serve
 
 _KEY = "KVKEEP_API_KEY"
 _PROTECT_SYSTEM = "system"
 _REUSE = ("exact", "compact")
+_SCARCE = ("refuse", "shrink")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,6 +39,36 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="which caches serve prompts that begin alike: exact ones only, so that each prompt's"
         " rows are chosen from all of it; or compact ones, too, which cost a fraction of the"
         " memory and need no choosing again (default: %(default)s)",
+    )
+    group = parser.add_argument_group("memory")
+    group.add_argument(
+        "--kv-memory",
+        metavar="SIZE",
+        help="what the caches of live requests and the prompt cache may take together: bytes"
+        " (8GB, 512MiB) or a share of the machine's memory (40%%). A request waits until there"
+        " is room, or is refused with 503; one that can never fit is refused with 413"
+        " (default: no bound)",
+    )
+    group.add_argument(
+        "--kv-memory-policy",
+        choices=_SCARCE,
+        default=_SCARCE[0],
+        help="before a request is refused for want of memory: refuse it, or shrink its budget"
+        " and say so in usage.kv (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-queue-seconds",
+        type=float,
+        default=ServerSettings.kv_queue_seconds,
+        metavar="S",
+        help="how long a request waits for memory (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=ServerSettings.drain_seconds,
+        metavar="S",
+        help="how long live requests may go on after SIGTERM (default: %(default)s)",
     )
     group = parser.add_argument_group("doors")
     group.add_argument(
@@ -75,6 +107,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "bad value for --max-body-bytes", expected="at least 1", received=args.max_body_bytes
         )
+    for flag in ("kv_queue_seconds", "drain_seconds"):
+        if not 0 <= (seconds := getattr(args, flag)) < threading.TIMEOUT_MAX:
+            raise ConfigError(
+                f"bad value for --{flag.replace('_', '-')}",
+                expected="seconds, 0 or more",
+                received=seconds,
+            )
     settings = settings_of(args)
     flags = list(args.mlx_flags)
     if args.model is not None:
@@ -110,5 +149,9 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         api_key=args.api_key or None,
         max_body_bytes=args.max_body_bytes,
         keep_compact=args.kv_reuse == _REUSE[1],
+        kv_memory=None if args.kv_memory is None else memory_bytes(args.kv_memory),
+        kv_memory_shrink=args.kv_memory_policy == _SCARCE[1],
+        kv_queue_seconds=args.kv_queue_seconds,
+        drain_seconds=args.drain_seconds,
         log_json=args.log_json,
     )

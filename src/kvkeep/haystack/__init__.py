@@ -1,6 +1,6 @@
 """Synthetic long prompts, the same ones for a seed: needles to find, passkeys to recall."""
 
-from kvkeep.haystack.filling import CountTokens, Hidden, spread_depths
+from kvkeep.haystack.filling import CountTokens, Hidden, filled, spread_depths
 from kvkeep.haystack.needles import Needle, NeedlePrompt, needle_prompt, needle_prompts
 from kvkeep.haystack.passkeys import PasskeyPrompt, passkey_prompt
 from kvkeep.haystack.text import (
@@ -21,6 +21,7 @@ __all__ = [
     "Needle",
     "NeedlePrompt",
     "PasskeyPrompt",
+    "filled",
     "filler",
     "library_prose",
     "needle_prompt",

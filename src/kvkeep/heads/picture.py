@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvkeep.errors import ConfigError, HeadProfileError
+from kvkeep.pages import require_matplotlib
 from kvkeep.spec import HeadProfile
 
 
 def score_table(profile: HeadProfile) -> np.ndarray:
     """Scores [L, H_kv] in the order of the layers."""
     return np.array(list(profile.scores.values()))
-
-
-def require_matplotlib() -> Any:
-    """The module of matplotlib that draws.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ConfigError(
-            "a picture needs matplotlib, which is not installed",
-            remedy="Install it with: pip install 'kvkeep[eval]'",
-        ) from error
 
 
 def save_picture(profile: HeadProfile, file_name: str | os.PathLike[str]) -> None:

@@ -32,6 +32,7 @@ class Policy(ABC):
             are summed over all heads and layers into one set of rows.
         query_aware: whether the scores depend on the prompt's last queries: rows that fit one
             question may be the wrong ones for the next.
+        budget_aware: whether the scores depend on how many rows may stay.
         summary: the formula in one line.
         source: paper, code or pull request that it comes from, in a few words.
     """
@@ -40,6 +41,7 @@ class Policy(ABC):
     needs: ClassVar[frozenset[Need]]
     scope: ClassVar[Scope]
     query_aware: ClassVar[bool]
+    budget_aware: ClassVar[bool] = False
     summary: ClassVar[str]
     source: ClassVar[str]
 

@@ -43,6 +43,7 @@ class Compactor(Policy):
     needs: ClassVar[frozenset[Need]] = frozenset({"attention", "keys", "values", "rope"})
     scope: ClassVar[Scope] = "head"
     query_aware: ClassVar[bool] = False
+    budget_aware: ClassVar[bool] = True
     summary: ClassVar[str] = "leverage of keys and unmasked attention, mixed by the budget"
     source: ClassVar[str] = "Compactor, arXiv:2507.08143"
 

@@ -48,6 +48,7 @@ class CriticalKV(WindowPolicy):
     needs: ClassVar[frozenset[Need]] = frozenset({"queries", "keys", "values", "output_weights"})
     scope: ClassVar[Scope] = "head"
     query_aware: ClassVar[bool] = True
+    budget_aware: ClassVar[bool] = True
     summary: ClassVar[str] = "SnapKV's best, then its scores times the value's share of the output"
     source: ClassVar[str] = "CriticalKV, arXiv:2502.03805"
 

@@ -9,11 +9,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from kvkeep.reuse import Hit
 from kvkeep.server.settings import KvRequest
+
+
+class Watcher(Protocol):
+    """Whoever bounds the memory of all requests."""
+
+    def answering(self, plan: Plan) -> None:
+        """A request's prompt is read and compacted."""
+        ...
+
+    def reading(self, plan: Plan) -> None:
+        """A request begins again."""
+        ...
+
+    def release(self, plan: Plan) -> None:
+        """A request's cache is gone."""
+        ...
+
+    def has_room_for(self, nbytes: int) -> bool:
+        """Whether the prompt cache may take so many bytes."""
+        ...
+
+    def note(self, exact: int, compact: int) -> None:
+        """Bytes of the live caches' buffers at this step."""
+        ...
 
 
 @dataclass(eq=False)
@@ -23,29 +47,35 @@ class Plan:
     Attributes:
         kv: what it asks; its report is filled in.
         prompt: T token ids.
+        max_tokens: of the answer.
         unread: tokens at the prompt's end that no exact cached prefix may hold.
         compact_unread: the same of compact ones.
         checkpoint: tokens up to which its exact rows are offered to the prompt cache.
-        keep: takes the exact layers of all but the prompt's last token, where they are kept
-            though the request is evicted outside of a batch.
         keep: takes the exact layers of all but the prompt's last token, of a request that is
-        evicted alone; None where they are not kept.
-    hit: what the prompt cache gave, or None.
+            evicted outside of a batch; None where they are not kept.
+        expected: what the prompt cache had for it when it was admitted.
+        hit: what the prompt cache gave, or None.
         compacted_at: tokens that its cache held when rows were last evicted; 0 is exact.
+        governor: who is told how far it is.
+        placed: whether a generator has it.
         sequence: what mlx-lm's batch generator was given, to begin again from.
-        replayed: answered tokens that a request which begins again has to read.
+        answered: tokens that were sent; a request that begins again reads them.
     """
 
     kv: KvRequest
     prompt: list[int]
+    max_tokens: int = 0
     unread: int = 1
     compact_unread: int = 1
     checkpoint: int = 0
     keep: Callable[[list[Any]], None] | None = None
+    expected: Hit | None = None
     hit: Hit | None = None
     compacted_at: int = 0
+    governor: Watcher | None = None
+    placed: bool = False
     sequence: tuple[Any, ...] | None = None
-    replayed: tuple[int, ...] = ()
+    answered: list[int] = field(default_factory=list)
 
 
 class HeldLayers(list[Any]):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from kvkeep.errors import KvkeepError
 
+_NO_MEMORY = re.compile(r"alloc|out of memory|insufficient memory", re.IGNORECASE)
 _CODES = {401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 413: "too_large"}
 
 
@@ -21,6 +23,7 @@ class RequestError(KvkeepError):
         status: HTTP status, 400 unless said otherwise.
         code: short name of the fault.
         expected, received, remedy: as in `KvkeepError`.
+        retry_after: seconds after which it is worth another try.
     """
 
     def __init__(
@@ -33,11 +36,17 @@ class RequestError(KvkeepError):
         expected: str | None = None,
         received: object = None,
         remedy: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(problem, expected=expected, received=received, remedy=remedy)
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after = retry_after
+
+
+class ClientGone(ConnectionError):
+    """Nobody waits for the answer any more."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,7 @@ class Fault:
     message: str | None
     param: str | None = None
     code: str | None = None
+    retry_after: int | None = None
 
     @property
     def reason(self) -> str:
@@ -73,10 +83,31 @@ class Fault:
 def fault_of(error: BaseException | None, status: int) -> Fault:
     """The fault that an error means; `status` where the error itself does not say it."""
     if isinstance(error, RequestError):
-        return Fault(error.status, str(error), error.param, error.code)
+        return Fault(error.status, str(error), error.param, error.code, error.retry_after)
     if isinstance(error, KvkeepError):
         return Fault(400, str(error))
+    if is_out_of_memory(error):
+        return fault_of(no_memory(), status)
     return Fault(status, None if error is None else str(error) or type(error).__name__)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether MLX or Python could not allocate. MLX raises a RuntimeError of its allocator's
+    words, which differ by backend."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def no_memory() -> RequestError:
+    """The refusal of a request for which memory could not be allocated."""
+    return RequestError(
+        "there was no memory for this request",
+        status=503,
+        code="out_of_memory",
+        remedy="Try again later, shorten the prompt, or bound the server with --kv-memory.",
+        retry_after=10,
+    )
 
 
 class FaultWriter:

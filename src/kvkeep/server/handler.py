@@ -7,6 +7,8 @@ import io
 import json
 import logging
 import re
+import select
+import socket
 import sys
 import uuid
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from urllib.parse import urlsplit
 from mlx_lm.server import APIHandler, CompletionRequest
 
 from kvkeep.server.bodies import check_body, read_body
-from kvkeep.server.faults import Fault, FaultWriter, RequestError, fault_of
+from kvkeep.server.faults import ClientGone, Fault, FaultWriter, RequestError, fault_of
 from kvkeep.server.models import DEFAULT, require_allowed
 from kvkeep.server.monitor import Entry
 from kvkeep.server.responses import EvictingResponses, PlannedRequest
@@ -165,7 +167,20 @@ class EvictingHandler(APIHandler):
 
     def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
         """Answer a completion; the request carries what it asks of its cache."""
-        super().handle_completion(PlannedRequest(**vars(request), kv=self.kv), stop_words)
+        self.kv.is_there = self._client_is_there
+        try:
+            super().handle_completion(PlannedRequest(**vars(request), kv=self.kv), stop_words)
+        finally:
+            self.kv.ended = True
+
+    def _client_is_there(self) -> bool:
+        """Whether the client's side of the connection is open. It has sent all it had to."""
+        ready = select.poll()
+        try:
+            ready.register(self.connection, select.POLLIN)
+            return not ready.poll(0) or self.connection.recv(1, socket.MSG_PEEK) != b""
+        except (OSError, ValueError):
+            return False
 
     def handle_models_request(self) -> None:
         """List the models that a request may name."""
@@ -231,6 +246,8 @@ class EvictingHandler(APIHandler):
             self._fault = self._fault_of(sys.exception(), status_code)
             status_code = self._fault.status
         super()._set_completion_headers(status_code)
+        if self._fault is not None and self._fault.retry_after is not None:
+            self.send_header("Retry-After", str(self._fault.retry_after))
 
     def end_headers(self) -> None:
         """Send the headers; after those of a fault, its body goes out whatever is written."""
@@ -240,6 +257,8 @@ class EvictingHandler(APIHandler):
             self.wfile = FaultWriter(self.wfile, self._fault)  # type: ignore[assignment]
 
     def _fault_of(self, error: BaseException | None, status: int) -> Fault:
+        if isinstance(error, ClientGone):
+            raise error
         if not self.response_generator.is_healthy:
             return Fault(503, "the server's generation thread has ended")
         return fault_of(error, status)
@@ -247,11 +266,13 @@ class EvictingHandler(APIHandler):
     def _fail(self, error: Exception) -> None:
         """Tell the client of an error that came after mlx-lm's own checks."""
         fault = self._fault = self._fault_of(error, 500)
-        if fault.status >= 500:
+        if fault.status >= 500 and fault.status != 503:  # memory is short: no fault of ours
             _log.exception("A request failed")
         if not self._sent:
             self._headers_buffer: list[bytes] = []
             super()._set_completion_headers(fault.status)
+            if fault.retry_after is not None:
+                self.send_header("Retry-After", str(fault.retry_after))
             super().end_headers()
             self.wfile.write(fault.body())
         elif self.stream:

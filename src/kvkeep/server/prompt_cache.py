@@ -68,7 +68,7 @@ class ServerPromptCache(PromptStore):
                 compacted_at=compacted_at,
                 role=cache_type,
             )
-        except CacheError as error:  # the answer is given already
+        except Exception as error:  # the answer is given already
             _log.warning("A cache of %d tokens is not kept: %s", held, error)
 
     def fetch_nearest_cache(
@@ -83,8 +83,14 @@ class ServerPromptCache(PromptStore):
         if plan.hit is None:
             plan.kv.entry.admitted(len(tokens))
             return None, tokens
+        try:
+            layers = self.take(plan.hit)
+        except CacheError:
+            _log.exception("A cache of %d tokens cannot be reused", plan.hit.length)
+            plan.hit = None
+            return None, tokens
         plan.kv.entry.admitted(len(tokens), plan.hit.length, plan.hit.entry.kind)
-        return self.take(plan.hit), tokens[plan.hit.length :]
+        return layers, tokens[plan.hit.length :]
 
     def look_up(self, model: Any, tokens: list[Any], plan: Plan) -> Hit | None:
         """What `fetch_nearest_cache` would take."""

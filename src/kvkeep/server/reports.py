@@ -44,7 +44,7 @@ def _report(
     evicted: bool,
     plan: Plan,
 ) -> dict[str, Any]:
-    hit = plan.hit
+    hit, asked = plan.hit, plan.kv.shrunk_from
     return {
         "policy": EVICTION_OFF if config is None else config.policy,
         "budget": None if config is None else str(config.limit),
@@ -58,4 +58,5 @@ def _report(
             "kind": "none" if hit is None else hit.entry.kind,
             "tokens": 0 if hit is None else hit.length,
         },
+        **({} if asked is None else {"asked_budget": asked}),
     }

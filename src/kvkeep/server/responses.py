@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from queue import Empty, Queue
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from mlx_lm.server import CompletionRequest, GenerationArguments, ModelProvider, ResponseGenerator
+from mlx_lm.server import (
+    CompletionRequest,
+    GenerationArguments,
+    ModelDescription,
+    ModelProvider,
+    ResponseGenerator,
+)
 
-from kvkeep.compaction import require_room
+from kvkeep.caches import allocated_nbytes
+from kvkeep.evictable import require_room
+from kvkeep.footprint import measure_footprint
 from kvkeep.generation import refuse_unevictable
 from kvkeep.server import current
+from kvkeep.server.admission import Admission
 from kvkeep.server.counting import counted, noted
 from kvkeep.server.current import Plan
-from kvkeep.server.faults import RequestError
+from kvkeep.server.faults import ClientGone, RequestError
+from kvkeep.server.governor import Estimate, MemoryGovernor
 from kvkeep.server.logs import log_requests
 from kvkeep.server.metrics import Metrics
 from kvkeep.server.models import canonical
@@ -26,6 +40,7 @@ from kvkeep.server.prompt_cache import ServerPromptCache
 from kvkeep.server.settings import KvRequest, ServerSettings
 from kvkeep.spec import EvictionConfig
 
+_POLL = 0.25  # seconds between two looks at whether a client is there
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -38,9 +53,21 @@ class PlannedRequest(CompletionRequest):
 
 @dataclass
 class PlannedArguments(GenerationArguments):
-    """mlx-lm's arguments, and what the request asks of its cache."""
+    """mlx-lm's arguments, and what the request asks of its cache.
+
+    Attributes:
+        ready: the tokenized request and its plan, where they were made ahead of its turn.
+    """
 
     kv: KvRequest = field(default_factory=KvRequest)
+    ready: tuple[tuple[Any, ...], Plan] | None = None
+
+
+class _Asking(threading.local):
+    """What an HTTP thread is asking for."""
+
+    kv: KvRequest
+    started = False
 
 
 class EvictingResponses(ResponseGenerator):
@@ -58,7 +85,17 @@ class EvictingResponses(ResponseGenerator):
         self.monitor = Monitor()
         self.metrics = Metrics(self.monitor)
         log_requests(self.monitor)
-        self._alone = False  # whether the request in hand is served outside the batch
+        self.governor = MemoryGovernor(
+            settings.kv_memory,
+            prompt_cache,
+            shrink=settings.kv_memory_shrink,
+            max_store_nbytes=prompt_cache.max_nbytes,
+        )
+        self.admission = Admission(
+            self.governor, self._taken, self._plan_ahead, settings.kv_queue_seconds
+        )
+        self._measured: tuple[Any, Estimate] | None = None
+        self._asking = _Asking()
         super().__init__(model_provider, prompt_cache)  # type: ignore[arg-type]
 
     def generate(
@@ -67,13 +104,57 @@ class EvictingResponses(ResponseGenerator):
         generation_args: GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> Any:
-        """Queue a request; see mlx-lm."""
+        """Queue a request; see mlx-lm.
+
+        Raises:
+            ClientGone: nobody waits for it any more.
+        """
         kv = request.kv if isinstance(request, PlannedRequest) else KvRequest()
         args = PlannedArguments(**vars(generation_args), kv=kv)
         args.model = canonical(args.model, self.cli_args, self.settings)
         kv.entry.queued()
+        self._asking.kv, self._asking.started = kv, False
         context, answer = super().generate(request, args, noted(kv, progress_callback))
+        self._asking.started = True
+        if kv.ended:
+            context.stop()
+            raise ClientGone
         return context, counted(kv, answer)
+
+    def _await_response(self, response_queue: Queue[Any]) -> Any:
+        """The next response, for as long as the client is there.
+
+        Before a request is taken up nothing can stop it but its own mark, so that its
+        context is waited for; afterwards mlx-lm stops it when this raises.
+        """
+        kv: KvRequest = self._asking.kv
+        while True:
+            with contextlib.suppress(Empty):
+                response = response_queue.get(timeout=_POLL)
+                self._look(kv)
+                return response
+            if not self.generation_available():
+                raise RuntimeError("generation thread died")
+            self._look(kv)
+
+    def _look(self, kv: KvRequest) -> None:
+        """Note a client that has gone; not at every token."""
+        now = time.monotonic()
+        if now - kv.seen < _POLL:
+            return
+        kv.seen = now
+        if not kv.ended and not kv.is_there():
+            kv.ended = True
+        if kv.ended and self._asking.started:
+            raise ClientGone
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        if self._is_distributed:
+            return super()._next_request(timeout)
+        return self.admission.next(timeout)
+
+    def _taken(self, timeout: float | None) -> Any:
+        return super()._next_request(timeout)
 
     def _run_generate(self) -> None:
         super()._run_generate()
@@ -85,12 +166,12 @@ class EvictingResponses(ResponseGenerator):
         )
 
     def _serve_single(self, request: Any, stream: mx.Stream) -> None:
-        self._alone = True
         try:
             super()._serve_single(request, stream)
         finally:
-            self._alone = False
-            current.put(None)
+            if (plan := current.take()) is not None:
+                self.governor.release(plan)
+            self.governor.note(0, 0)
 
     def _can_replay(self) -> bool:
         """Whether every layer gives back the window's rows (see `replay_queries`)."""
@@ -104,8 +185,24 @@ class EvictingResponses(ResponseGenerator):
 
         Raises:
             RequestError, KvkeepError: what the prompt and the tokenizer show to be wrong.
+            ClientGone: nobody waits for it any more.
         """
         current.put(None)
+        if args.kv.ended:
+            raise ClientGone
+        made, plan = args.ready or self._made(tokenizer, request, args)
+        args.ready = None
+        if not args.kv.admitted and self.governor.limit is not None:
+            # Its model was loaded just now: nothing else is live, so that waiting is no use.
+            if not self.governor.admit(plan, self._estimate()):
+                raise self.governor.busy(0.0)
+            args.kv.admitted = True
+        current.put(plan)
+        return made
+
+    def _made(
+        self, tokenizer: Any, request: CompletionRequest, args: PlannedArguments
+    ) -> tuple[tuple[Any, ...], Plan]:
         try:
             made = super()._tokenize(tokenizer, request, args)
         except Exception as error:  # whatever the template or the tokenizer object to
@@ -122,26 +219,62 @@ class EvictingResponses(ResponseGenerator):
                     remedy='Send {"kv": {"eviction": "none"}}.',
                 )
             kv.config = self._for_prompt(kv, tokenizer, request, args, prompt)
-        current.put(self._plan(kv, prompt, made[1], made[2]))
-        return made
+        alone = vision is not None or not self._is_batchable(args)
+        return made, self._plan(args, made, alone)
 
-    def _plan(
-        self, kv: KvRequest, prompt: list[int], segments: list[list[int]], roles: list[str]
-    ) -> Plan:
+    def _plan_ahead(
+        self, request: CompletionRequest, args: PlannedArguments
+    ) -> tuple[Plan, Estimate] | None:
+        """Plan a request before its turn, where its model is the one that is loaded."""
+        if not self._is_loaded(args.model):
+            return None
+        if args.ready is None:
+            args.ready = self._made(self.model_provider.tokenizer, request, args)
+        plan = args.ready[1]
+        if args.ready[0][-1] is None:  # images have cache keys of their own
+            key = self.model_provider.model_key
+            plan.expected = self.prompt_cache.look_up(key, plan.prompt, plan)
+        return plan, self._estimate()
+
+    def _is_loaded(self, asked: ModelDescription) -> bool:
+        provider: Any = self.model_provider
+        key = (
+            provider._model_map.get(asked.model, asked.model),
+            provider._adapter_map.get(asked.model, asked.adapter),
+            provider._draft_model_map.get(asked.draft, asked.draft),
+        )
+        return provider.model_key == key
+
+    def _estimate(self) -> Estimate:
+        """What the loaded model's caches cost; measured once."""
+        provider: Any = self.model_provider
+        if self._measured is None or self._measured[0] != provider.model_key:
+            draft = provider.draft_model
+            estimate = Estimate(
+                measure_footprint(provider.model),
+                self.cli_args.prefill_step_size,
+                None if draft is None else measure_footprint(draft),
+            )
+            self._measured = (provider.model_key, estimate)
+        return self._measured[1]
+
+    def _plan(self, args: PlannedArguments, made: tuple[Any, ...], alone: bool) -> Plan:
         """How the prompt cache may serve a tokenized request, and what it keeps of it.
 
         In a batch the window is read a second time; alone the prefill itself is observed, so
         all tokens that a policy must see have to be left to it.
         """
-        plan = Plan(kv, prompt, checkpoint=len(prompt))
-        if self._alone and kv.config is not None:
+        prompt, segments, roles = made[:3]
+        kv = args.kv
+        plan = Plan(kv, prompt, args.max_tokens, checkpoint=len(prompt), governor=self.governor)
+        if alone and kv.config is not None:
             plan.unread = kv.observed_tokens if kv.sees_all_from_replay else len(prompt)
             plan.compact_unread = len(prompt) if kv.reads_again else kv.observed_tokens
         if kv.config is None:
             return plan
         if self.prompt_cache.keep_compact:
             plan.checkpoint = len(segments[0]) if roles[0] == "system" else 0
-        elif self._alone and kv.sees_all_from_replay:
+        elif alone and kv.sees_all_from_replay:
             plan.keep = self._keep_exact(prompt[:-1])
         return plan
 
@@ -149,7 +282,8 @@ class EvictingResponses(ResponseGenerator):
         model_key = self.model_provider.model_key
 
         def keep(layers: list[Any]) -> None:
-            self.prompt_cache.insert(model_key, tokens, layers, role="user")
+            if self.governor.has_room_for(allocated_nbytes(layers)):
+                self.prompt_cache.insert(model_key, tokens, layers, role="user")
 
         return keep
 

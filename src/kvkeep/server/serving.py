@@ -17,6 +17,7 @@ from mlx_lm.server import ModelProvider
 from kvkeep.errors import ConfigError
 from kvkeep.server import single
 from kvkeep.server.batching import EvictingBatchGenerator
+from kvkeep.server.draining import draining
 from kvkeep.server.handler import EvictingHandler
 from kvkeep.server.logs import write_json
 from kvkeep.server.prompt_cache import ServerPromptCache
@@ -63,17 +64,22 @@ def serve(argv: Sequence[str], settings: ServerSettings, *, started: Started | N
     responses = EvictingResponses(provider, cache, settings)
     monitor = responses.monitor
     monitor.prompt_cache = cache.by_kind
-    monitor.limits = {"kv_memory": None, "prompt_cache_bytes": provider.cli_args.prompt_cache_bytes}
+    monitor.in_flight = lambda: responses.governor.live
+    monitor.limits = {
+        "kv_memory": settings.kv_memory,
+        "prompt_cache_bytes": provider.cli_args.prompt_cache_bytes,
+    }
     try:
         _wait_for_model(responses, provider)
         if group.rank() == 0:
-            mlx_server._run_http_server(
-                host,
-                port,
-                responses,
-                server_class=_server_class(responses, started),
-                handler_class=EvictingHandler,
-            )
+            with draining(responses, settings.drain_seconds) as on_listening:
+                mlx_server._run_http_server(
+                    host,
+                    port,
+                    responses,
+                    server_class=_server_class(responses, on_listening, started),
+                    handler_class=EvictingHandler,
+                )
         else:
             responses.join()
     finally:
@@ -120,13 +126,16 @@ def _wait_for_model(responses: EvictingResponses, provider: ModelProvider) -> No
 
 
 def _server_class(
-    responses: EvictingResponses, started: Started | None
+    responses: EvictingResponses,
+    listening: Callable[[ThreadingHTTPServer], None],
+    started: Started | None,
 ) -> type[ThreadingHTTPServer]:
     class Server(ThreadingHTTPServer):
         """Closes its socket when it ends."""
 
         def serve_forever(self, poll_interval: float = 0.1) -> None:
             logging.getLogger(__name__).info("Ready on %s:%d", *self.server_address[:2])
+            listening(self)
             if started is not None:
                 started(self, responses)
             try:

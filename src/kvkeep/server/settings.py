@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,10 @@ class ServerSettings:
         api_key: what clients must send, or None.
         max_body_bytes: longest request body.
         keep_compact: whether the prompt cache keeps compact caches, too.
+        kv_memory: bytes that live caches and prompt cache may take together, or None.
+        kv_memory_shrink: lower an evicted request's budget before it is refused.
+        kv_queue_seconds: how long a request waits for memory.
+        drain_seconds: how long live requests may go on after SIGTERM.
         log_json: whether log lines are JSON.
     """
 
@@ -53,6 +57,10 @@ class ServerSettings:
     api_key: str | None = None
     max_body_bytes: int = 64 * 2**20
     keep_compact: bool = False
+    kv_memory: int | None = None
+    kv_memory_shrink: bool = False
+    kv_queue_seconds: float = 30.0
+    drain_seconds: float = 30.0
     log_json: bool = False
 
 
@@ -67,7 +75,12 @@ class KvRequest:
         protect_system: also protect the system prompt and tool schemas.
         reported: whether the answer has a `usage.kv`.
         report: `usage.kv`.
-        failure: why the cache could not be compacted.
+        failure: why it cannot be answered.
+        shrunk_from: the budget that was asked, where memory allowed a lower one only.
+        admitted: there is memory for it.
+        ended: nobody waits for its answer any more.
+        is_there: whether the client still is.
+        seen: when it was looked at last, monotonic seconds.
         entry: its numbers in the monitor.
     """
 
@@ -76,6 +89,11 @@ class KvRequest:
     reported: bool = False
     report: dict[str, Any] | None = None
     failure: Exception | None = None
+    shrunk_from: str | None = None
+    admitted: bool = False
+    ended: bool = False
+    is_there: Callable[[], bool] = field(default=lambda: True, compare=False)
+    seen: float = 0.0
     entry: Entry = field(default_factory=Entry, compare=False)
 
     @property

@@ -3,17 +3,21 @@ must see the whole prefill."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvkeep import generation
+from kvkeep.caches import allocated_nbytes
 from kvkeep.compaction import kept_as_it_is
 from kvkeep.server import current
+from kvkeep.server.counting import Progress
 from kvkeep.server.current import Plan
 from kvkeep.server.reports import exact_report, report_of
+
+_STEP = 64  # tokens between two looks at what the cache takes
 
 
 def stream_generate(**options: Any) -> Generator[GenerationResponse, None, None]:
@@ -25,9 +29,24 @@ def stream_generate(**options: Any) -> Generator[GenerationResponse, None, None]
         options: its keywords; `prompt` is what the cache does not hold yet.
     """
     plan = current.peek()
-    if plan is None or not plan.kv.reported:
+    if plan is None:
         yield from mlx_stream_generate(**options)
         return
+    plan.placed = True
+    cache = options["prompt_cache"]
+    options["prompt_progress_callback"] = _noting(
+        plan, cache, options.get("prompt_progress_callback")
+    )
+    responses = _evicting(plan, options) if plan.kv.reported else mlx_stream_generate(**options)
+    for count, response in enumerate(responses):
+        if plan.governor is not None and count % _STEP == 0:
+            plan.governor.answering(plan)
+            taken = allocated_nbytes(cache)
+            plan.governor.note(*((0, taken) if plan.compacted_at else (taken, 0)))
+        yield response
+
+
+def _evicting(plan: Plan, options: dict[str, Any]) -> Iterator[GenerationResponse]:
     cache, model = options["prompt_cache"], options["model"]
     held = len(plan.prompt) - 1
     if plan.hit is not None and plan.hit.entry.compacted_at and plan.hit.length == held:
@@ -46,6 +65,18 @@ def stream_generate(**options: Any) -> Generator[GenerationResponse, None, None]
         if plan.kv.report is None:
             plan.kv.report = _report(plan, response, held, cache[: len(model.layers)])
         yield response
+
+
+def _noting(plan: Plan, cache: list[Any], progress: Progress | None) -> Progress:
+    """A progress callback that notes what the prefill takes so far."""
+
+    def note(done: int, total: int) -> None:
+        if plan.governor is not None:
+            plan.governor.note(allocated_nbytes(cache), 0)
+        if progress is not None:
+            progress(done, total)
+
+    return note
 
 
 def _report(

@@ -116,7 +116,7 @@ const state = (r) => {
 };
 
 const COMMON = [
-  { name: "Policy", text: policy },
+  { name: "Policy", text: policy, wraps: true },
   { name: "Prompt", text: (r) => count(r.prompt_tokens), number: true },
   { name: "Reused", text: reused, number: true },
   { name: "Kept", share: kept },
@@ -130,7 +130,7 @@ const LIVE = [
   { name: "Age", text: (r) => seconds(r.age_s), number: true },
 ];
 const RECENT = [
-  { name: "Ended", text: ended, bad: (r) => r.status >= 400, broad: true },
+  { name: "Ended", text: ended, bad: (r) => r.status >= 400, broad: true, wraps: true },
   ...COMMON,
   { name: "First token", text: (r) => seconds(r.first_token_s), number: true },
   { name: "Took", text: (r) => seconds(r.age_s), number: true },
@@ -141,6 +141,7 @@ function cell(tag, role, column) {
   made.setAttribute("role", role);
   made.classList.toggle("number", Boolean(column?.number));
   made.classList.toggle("broad", Boolean(column?.broad));
+  made.classList.toggle("wraps", Boolean(column?.wraps));
   if (column && tag === "td") made.dataset.label = column.name;
   return made;
 }

@@ -13,6 +13,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+#: Called with (round, rounds) before each round; warm-up rounds count from below zero.
+RoundReport = Callable[[int, int], None]
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -23,7 +26,7 @@ class Spread:
         low, high: the smallest and the largest.
         median_low, median_high: about 95 % of repetitions have their median in between
             (order statistics, no assumption on the distribution); the whole spread where
-            there are fewer than six figures.
+            there are fewer than six figures. `Spread.coverage` gives the exact share.
     """
 
     median: float
@@ -36,17 +39,38 @@ class Spread:
     def of(cls, values: Sequence[float]) -> Spread:
         """The spread of at least one figure."""
         ordered = sorted(values)
-        count = len(ordered)
-        margin = 1.96 * math.sqrt(count) / 2
-        first = max(math.floor(count / 2 - margin) - 1, 0)
-        last = min(math.ceil(count / 2 + margin), count - 1)
+        first, last = _ranks(len(ordered))
         return cls(
             statistics.median(ordered), ordered[0], ordered[-1], ordered[first], ordered[last]
         )
 
+    @staticmethod
+    def coverage(count: int) -> float:
+        """How likely the true median lies in the interval of `count` independent figures.
+
+        The number of figures below the median is binomial(count, 1/2); the interval holds it
+        where its lower end is below and its upper end is not (Conover, Practical
+        Nonparametric Statistics, 3.2).
+        """
+        first, last = _ranks(count)
+        inside = sum(math.comb(count, below) for below in range(first + 1, last + 1))
+        return inside / 2**count
+
+
+def _ranks(count: int) -> tuple[int, int]:
+    """Indices, in a sorted list, of the ends of the median's interval."""
+    margin = 1.96 * math.sqrt(count) / 2
+    first = max(math.floor(count / 2 - margin) - 1, 0)
+    return first, min(math.ceil(count / 2 + margin), count - 1)
+
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], T]], rounds: int, warmup: int = 1
+    contenders: Mapping[str, Callable[[], T]],
+    rounds: int,
+    warmup: int = 1,
+    *,
+    seed: int = 0,
+    report: RoundReport | None = None,
 ) -> dict[str, list[T]]:
     """Run every contender once per round, in an order drawn anew each round.
 
@@ -57,17 +81,21 @@ def interleaved(
     Args:
         rounds: figures per contender.
         warmup: rounds before them that do not count.
+        seed: of the order.
+        report: told of each round.
 
     Returns:
         The figures by contender; the i-th of each come from the same round.
     """
     figures: dict[str, list[T]] = {name: [] for name in contenders}
-    order, draw = list(contenders), random.Random(0)
+    order, draw = list(contenders), random.Random(seed)
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         for number in range(-warmup, rounds):
+            if report is not None:
+                report(number, rounds)
             draw.shuffle(order)
             for name in order:
                 figure = contenders[name]()
@@ -77,6 +105,24 @@ def interleaved(
         if collecting:
             gc.enable()
     return figures
+
+
+def rounds_told(report: Callable[[str], None], what: str) -> RoundReport:
+    """Rounds in words, such as "reading the prompt, round 2/3"."""
+
+    def told(number: int, rounds: int) -> None:
+        report(f"{what}, {'warming up' if number < 0 else f'round {number + 1}/{rounds}'}")
+
+    return told
+
+
+def ratios(values: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """Values / baseline, round by round.
+
+    Raises:
+        ValueError: unequal numbers of rounds.
+    """
+    return [value / base for value, base in zip(values, baseline, strict=True)]
 
 
 def seconds(work: Callable[[], object]) -> float:
