@@ -44,7 +44,7 @@ _was_installed = False
 _chained = False  # a function that may call the dispatcher stands behind it
 _inner = threading.local()
 _watches: dict[int, Callable[..., None]] = {}  # by thread
-_notes = threading.local()  # .owners: id of a rows' array -> (the array, weakly; its cache)
+_notes = threading.local()  # .owners: id of a rows' array -> that array and its cache, weakly
 
 
 def install(model: object | None = None) -> None:
@@ -143,16 +143,18 @@ def _owner(keys: Any, cache: Any) -> Any:
     """The cache whose rows a call reads: another than it says where layers share them.
 
     Rows of kvkeep's caches, and of those that are observed, are known again by their array.
-    It is held weakly: a view that outlives its step would have the buffer copied.
+    Both are held weakly: a view that outlives its step would have the buffer copied, and a
+    full buffer is handed out itself.
     """
     owners = _notes.__dict__.setdefault("owners", {})
     known = owners.get(id(keys))
-    if known is not None and known[0]() is keys:
-        return known[1]
+    if known is not None and known[0]() is keys and (owner := known[1]()) is not None:
+        return owner
     if isinstance(cache, _KVKEEPS) or observer_of(cache) is not None:
         key = id(keys)
         with contextlib.suppress(TypeError):  # quantised rows are tuples
-            owners[key] = weakref.ref(keys, lambda _: owners.pop(key, None)), cache
+            row = weakref.ref(keys, lambda _: owners.pop(key, None))
+            owners[key] = row, weakref.ref(cache)
     return cache
 
 
