@@ -13,7 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvkeep import EvictionConfig, copy_cache, evict_selection
 from kvkeep.allocation import allocation_of
 from kvkeep.attention import Observation, RepeatPrompt, observed_prefill, repeated
-from kvkeep.compaction import choose_observed, evictable_layers
+from kvkeep.compaction import choose_observed
+from kvkeep.evictable import evictable_layers
 from kvkeep.haystack import NeedlePrompt
 from kvkeep.policies import Policy, policy_of
 from kvkeep.spec import LayerView

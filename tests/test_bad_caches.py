@@ -180,7 +180,7 @@ def test_a_damaged_or_foreign_file(damage: Callable[[Path], Any], tmp_path: Path
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "snapkv-d"])
-@pytest.mark.parametrize("model_type", ["gemma2", "deepseek_v3", "mamba"])
+@pytest.mark.parametrize("model_type", ["gemma2", "kimi_linear", "mamba"])
 def test_a_model_whose_attention_cannot_be_seen(model_type: str, policy: str) -> None:
     model = tiny_model(model_type)
     config = EvictionConfig(policy=policy, budget=Budget(16), min_tokens=0)

@@ -322,8 +322,9 @@ def test_masks_that_keep_the_fused_path(positions: Any) -> None:
     assert cache.make_mask(1) is None
     assert cache.make_mask(4) == "causal"
     assert cache.make_mask(4, return_array=False, window_size=None) == "causal"
+    assert cache.make_mask(1, return_array=True) is None  # as of stock caches
     append(cache, 2)
-    for n in (1, 3):
+    for n in (2, 3):
         mask = cache.make_mask(n, return_array=True)
         assert isinstance(mask, mx.array) and mask.dtype == mx.bool_
         expected = np.arange(5 + n)[None] <= np.arange(5, 5 + n)[:, None]

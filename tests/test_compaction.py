@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from kvkeep import (
     PositionPreservingKVCache,
     Selection,
     compact_prompt_cache,
+    compaction,
     evict_selection,
 )
 from kvkeep.attention import install
@@ -293,7 +295,7 @@ def test_a_hybrid_that_evicts_nothing_decodes_bit_equal(model_type: str) -> None
     ("model_type", "reason"),
     [
         ("gemma2", r"computes attention on its own in 2 of 2 layers"),
-        ("deepseek_v3", r"adds positional scores to its attention through the mask"),
+        ("kimi_linear", r"adds positional scores to its attention through the mask"),
         ("mamba", r"has no layer with a plain KV cache.*got ArraysCache.*nothing to evict"),
     ],
 )
@@ -305,6 +307,23 @@ def test_models_that_cannot_be_evicted_are_refused_before_the_prompt_is_computed
     with pytest.raises(UnsupportedModelError, match=rf"'{model_type}'.*{reason}"):
         compact_prompt_cache(model, TOKENS, config=config_of(name))
     assert evaluations == []
+
+
+@pytest.mark.parametrize("length", [200, 512])  # a buffer with room, and a full one
+def test_nothing_holds_the_exact_layers_when_they_are_stored(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cache = tiny_llama(), []
+    exact: list[weakref.ref[Any]] = []
+
+    def storing(layers: list[Any], selection: Selection, store: str) -> Any:
+        exact.extend(weakref.ref(layer) for layer in layers)
+        return store_selection(layers, selection, store)
+
+    cache = make_prompt_cache(model)
+    monkeypatch.setattr(compaction, "store_selection", storing)
+    compaction.prefill_and_compact(model, random_tokens(length), cache, config_of("snapkv"))
+    assert len(exact) == 2 and [layer() for layer in exact] == [None, None]
 
 
 def test_at_most_one_layer_exists_twice() -> None:

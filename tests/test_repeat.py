@@ -19,7 +19,7 @@ from kvkeep import (
     get_policy,
     stream_generate,
 )
-from kvkeep.attention import Observation, RepeatPrompt, observed_prefill, repeated
+from kvkeep.attention import Observation, RepeatPrompt, facts_of, observed_prefill, repeated
 from kvkeep.caches import row_groups
 from kvkeep.compaction import prefill_and_compact
 from kvkeep.errors import CacheError, ConfigError
@@ -96,6 +96,8 @@ def test_a_failing_model_leaves_the_cache_as_it_was() -> None:
         return out
 
     failing.layers = model.layers  # type: ignore[attr-defined]
+    assert "no memory" in str(facts_of(failing).failure)  # it fails when it is looked at, too
+    calls.clear()
     cache = make_prompt_cache(model)
     with pytest.raises(RuntimeError, match="no memory"):
         prefill_and_compact(failing, TOKENS, cache, CONFIG, step=60)
@@ -143,7 +145,10 @@ def test_generation_passes_the_tokenizers_instructions(monkeypatch: pytest.Monke
             fed.append(np.asarray(tokens[0]).tolist())
             return model(tokens, **rest)
 
-    for response in stream_generate(Spy(), tokenizer, TOKENS, config=config, max_tokens=2):
+    spy = Spy()
+    facts_of(spy)
+    fed.clear()
+    for response in stream_generate(spy, tokenizer, TOKENS, config=config, max_tokens=2):
         assert response.kv is not None and response.kv.evicted
     first = tokenizer.encode("\n\nRepeat the previous context exactly.")
     later = tokenizer.encode("\n\nRepeat the part of the previous context exactly, starting with ")

@@ -22,11 +22,12 @@ from kvkeep import (
 )
 from kvkeep.attention import find_parts, install
 from kvkeep.compaction import prefill_and_compact
-from kvkeep.errors import CacheError, UnsupportedModelError
+from kvkeep.errors import CacheError, ConfigError, UnsupportedModelError
 from kvkeep.policies import POLICIES
 from kvkeep.selection import select_rows
 from oracles import logits_of, prefilled
 from tiny_models import random_tokens, tiny_bare_model
+from zoo import build
 
 TOKENS, NEXT = random_tokens(60), [7, 11, 3, 40, 22]
 SEEN = {"queries", "attention", "replay"}
@@ -157,9 +158,23 @@ def test_a_cache_that_several_layers_read_is_refused(
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_scores_in_the_mask_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'deepseek_v3' adds positional scores"):
-        compact_prompt_cache(tiny_model("deepseek_v3"), TOKENS, config=config_of(name))
+def test_scores_in_the_mask_get_one_set(name: str) -> None:
+    """Latent attention: its mask, made by the first cache, carries scores for every layer."""
+    result = compact_prompt_cache(tiny_model("deepseek_v3"), TOKENS, config=config_of(name))
+    sets = {tuple(head) for layer in result.cache for head in layer.head_positions}
+    assert result.evicted and len(sets) == 1
+
+
+def test_latent_queries_that_are_not_rotated_cannot_be_seen() -> None:
+    """Without a rotation nothing shows the part of the queries that scores through the mask."""
+    with pytest.raises(UnsupportedModelError, match=r"'kimi_linear' adds positional.*keydiff"):
+        compact_prompt_cache(build("kimi_linear"), TOKENS, config=config_of("span"))
+
+
+@pytest.mark.parametrize("store", ["ragged", "union"])
+def test_one_set_is_kept_in_one_array(store: str) -> None:
+    with pytest.raises(ConfigError, match="'gemma2' reads a layer's rows as one array"):
+        compact_prompt_cache(tiny_model("gemma2"), TOKENS, config=config_of("knorm", store=store))
 
 
 def test_layers_that_hold_different_rows_cannot_go_on_with_one_set() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvkeep.allocation import Allocation, Demand, Scored, grouped_counts
 from kvkeep.attention import Observation
-from kvkeep.caches import RowGroup, bytes_per_row, is_plain, row_groups
+from kvkeep.caches import RowGroup, bytes_per_row, is_plain, leaves_of, row_groups
 from kvkeep.errors import BudgetError, CacheError, ConfigError
 from kvkeep.policies import Policy
 from kvkeep.selection import forced_rows, select_unequal_rows
@@ -62,7 +62,7 @@ class Chooser:
 
     def keeps_all(self, cache: list[Any], layers: list[int]) -> bool:
         """Whether the prompt or the cache is so small that nothing is evicted."""
-        first = cache[layers[0]]
+        first = leaves_of(cache)[layers[0]]
         return first.offset <= self.config.min_tokens or self.keep >= first.size()
 
     def choose(
@@ -76,15 +76,17 @@ class Chooser:
         from the mean score over layers and heads.
 
         Args:
+            cache: a cache list; `layers` counts its leaves.
             ranking: what `rank` gave, so that nothing is scored again.
 
         Raises:
             CacheError: one set is needed, and layers or heads hold different positions.
             BudgetError: the budget does not hold what is protected.
         """
-        if not self.seen.all_seen:
+        cache = leaves_of(cache)
+        if self.seen.one_set:
             require_choosable(cache, layers, self.config, self.policy, one_set=True)
-            _require_one_count(self.allocation)
+            require_one_count(self.allocation)
         if self._one_set or self.allocation.sight == "model" or self._may_exceed(cache, layers):
             return self._fitting(cache, layers, ranking or self.rank(cache, layers))
         if self.allocation.sight == "layer":
@@ -102,6 +104,7 @@ class Chooser:
         They serve choosers of other budgets too, unless the policy's scores hang on the
         budget (`Policy.budget_aware`).
         """
+        cache = leaves_of(cache)
         if self._one_set:
             return self._model(cache, layers)
         return {index: self._ranked(cache[index], index) for index in layers}
@@ -119,12 +122,13 @@ class Chooser:
     @property
     def _one_set(self) -> bool:
         """Whether one score per position serves all layers and heads."""
-        return self.policy.scope == "model" or not self.seen.all_seen
+        return self.policy.scope == "model" or self.seen.one_set
 
     @property
     def _shared(self) -> bool:
         """Whether one set of positions serves all heads of a layer."""
-        return (self._one_set or self.config.store == "shared") and not self.allocation.by_head
+        alike = self._one_set or self.seen.facts.heads_alike
+        return (alike or self.config.store == "shared") and not self.allocation.by_head
 
     def _ranked(self, cache: Any, index: int) -> tuple[Ranked, ...]:
         ranked = []
@@ -368,7 +372,7 @@ def require_compatible(config: EvictionConfig, policy: Policy, allocation: Alloc
         )
 
 
-def _require_one_count(allocation: Allocation) -> None:
+def require_one_count(allocation: Allocation) -> None:
     """Refuse counts that differ by layer where the model needs one set of rows.
 
     Raises:
@@ -376,7 +380,7 @@ def _require_one_count(allocation: Allocation) -> None:
     """
     if allocation.name != "uniform":
         raise ConfigError(
-            "this model's own attention keeps one set of rows for the whole model",
+            "one mask serves all layers and heads of this model: they keep one set of rows",
             expected="allocation 'uniform'",
             received=allocation.name,
         )

@@ -13,11 +13,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvkeep.allocation import Allocation, allocation_of
 from kvkeep.attention import (
+    ALONG,
     Observation,
     ProgressCallback,
     RepeatPrompt,
     find_parts,
-    model_name,
     observed_reading,
     replay_queries,
     require_profile_of,
@@ -29,20 +29,29 @@ from kvkeep.caches import (
     is_compact,
     is_exact,
     is_plain,
+    leaves_of,
     live_nbytes,
+    replace_leaves,
     request_seam,
     require_evictable,
     require_one_request,
     retained,
+    with_siblings,
 )
 from kvkeep.choosing import Chooser, require_choosable, require_compatible
 from kvkeep.errors import (
-    BudgetError,
     CacheError,
     ConfigError,
     PromptError,
     SelectionError,
-    UnsupportedModelError,
+)
+from kvkeep.evictable import (
+    Evictable,
+    evictable,
+    full_attention_layers,
+    known_rows,
+    require_possible,
+    require_room,
 )
 from kvkeep.policies import Policy, policy_of
 from kvkeep.spec import (
@@ -76,7 +85,7 @@ def evict_prompt_cache(
         CacheError: a layer is quantised, compact or a batch, or has another offset.
     """
     kept = LayerSelection((checked_positions(keep_indices),))
-    layers = [i for i, layer in enumerate(prompt_cache) if is_exact(layer)]
+    layers = [i for i, leaf in enumerate(leaves_of(prompt_cache)) if is_exact(leaf)]
     return evict_selection(prompt_cache, Selection(true_offset, dict.fromkeys(layers, kept)))
 
 
@@ -102,23 +111,23 @@ def evict_selection(
             `source_length`, or its heads keep unequal numbers in a store of equal ones.
         ConfigError: there is no such store.
     """
-    require_evictable(prompt_cache)
+    leaves = leaves_of(prompt_cache)
+    require_evictable(leaves)
     for index in selection.layers:
-        if not 0 <= index < len(prompt_cache) or not is_exact(prompt_cache[index]):
+        if not 0 <= index < len(leaves) or not is_exact(leaves[index]):
             raise SelectionError(
                 f"layer {index} cannot be evicted",
                 expected="indices of filled KVCache layers",
                 received=index,
             )
-        require_one_request(prompt_cache[index])
-        _require_offset(prompt_cache[index].offset, selection.source_length, index)
-    before = cache_nbytes(prompt_cache)
-    cache = [
-        retained(layer, selection.layers[i], store, query_heads=query_heads)
-        if i in selection.layers
-        else layer
-        for i, layer in enumerate(prompt_cache)
-    ]
+        require_one_request(leaves[index])
+        _require_offset(leaves[index].offset, selection.source_length, index)
+    before, cache = cache_nbytes(prompt_cache), list(prompt_cache)
+    chosen = with_siblings(prompt_cache, selection.layers)
+    stored = {
+        i: retained(leaves[i], kept, store, query_heads=query_heads) for i, kept in chosen.items()
+    }
+    replace_leaves(cache, stored)
     return _result(cache, selection, before)
 
 
@@ -208,18 +217,22 @@ def prefill_and_compact(
     require_compatible(config, policy, allocation)
     if allocation.head_profile is not None:
         require_profile_of(allocation.head_profile, model)
-    layers = evictable_layers(model, cache)
-    length = len(tokens) + cache[layers[0]].offset
-    rows = len(tokens) + cache[layers[0]].size()
-    whole = length <= config.min_tokens or rows <= _known_rows(config.limit, length)
+    leaves = leaves_of(cache)
+    found = Evictable(full_attention_layers(model, cache))
+    length = len(tokens) + leaves[found.layers[0]].offset
+    rows = len(tokens) + leaves[found.layers[0]].size()
+    whole = length <= config.min_tokens or rows <= known_rows(config.limit, length)
     if not whole:
-        require_choosable(cache, layers, config, policy)
+        found = evictable(model, cache)
+        require_possible(model, found, config, policy, allocation)
+        require_choosable(leaves, found.layers, config, policy, one_set=found.facts.one_set)
         if "replay" in policy.needs:
-            require_repeatable(cache, layers, policy.name)
-        if all(is_plain(cache[i]) for i in layers):
+            require_repeatable(cache, found.layers, policy.name)
+        if all(is_plain(leaves[i]) for i in found.layers):
             require_room(config, length)
+    layers = found.layers
     start = time.perf_counter()
-    with unchanged_on_error(cache):
+    with unchanged_on_error(leaves):
         seen, prefill = observed_reading(
             model,
             tokens,
@@ -234,6 +247,7 @@ def prefill_and_compact(
         )
         selection = choose_observed(cache, layers, seen, config, policy, allocation)
         score = time.perf_counter() - start - prefill
+    del leaves  # nothing but the cache list may hold a layer's exact rows now
     result = store_selection(list(cache) if keep_exact else cache, selection, config.store)
     return replace(result, times=replace(result.times, prefill=prefill, score=score))
 
@@ -271,18 +285,25 @@ def compact_prefilled(
         )
     if allocation.head_profile is not None:
         require_profile_of(allocation.head_profile, model)
-    layers = evictable_layers(model, cache)
-    length, rows = cache[layers[0]].offset, cache[layers[0]].size()
-    if length <= config.min_tokens or rows <= _known_rows(config.limit, length):
+    leaves = leaves_of(cache)
+    first = leaves[full_attention_layers(model, cache)[0]]
+    length, rows = first.offset, first.size()
+    if length <= config.min_tokens or rows <= known_rows(config.limit, length):
         return kept_as_it_is(cache, length)
-    require_choosable(cache, layers, config, policy)
+    found = evictable(model, cache)
+    layers, facts = found.layers, found.facts
+    require_possible(model, found, config, policy, allocation, batched=True)
+    require_choosable(leaves, layers, config, policy, one_set=facts.one_set)
     start = time.perf_counter()
     parts = find_parts(model, cache, layers, policy.needs, policy.name)
     window = max(policy.observation_window, allocation.window)
-    # One token tells whether the seam sees a model that no query is needed of.
-    last = tokens[-max(window, 1) :]
-    observers = replay_queries(model, cache, last, layers, policy=policy.name, needed=window > 0)
-    seen = Observation(observers, parts=parts)
+    seen = Observation({}, parts=parts, facts=facts)
+    if window or facts.failure:  # one token tells whether the seam sees an unknown model
+        last = tokens[-max(window, 1) :]
+        observers = replay_queries(
+            model, cache, last, layers, policy=policy.name, needed=window > 0
+        )
+        seen = replace(seen, observers=observers)
     selection = choose_observed(cache, layers, seen, config, policy, allocation)
     score = time.perf_counter() - start
     result = store_selection(list(cache), selection, config.store)
@@ -292,54 +313,6 @@ def compact_prefilled(
 def kept_as_it_is(cache: list[Any], length: int) -> SnapKVEvictionResult:
     """The result of evicting nothing from a cache, exact or compact, of `length` positions."""
     return _result(list(cache), Selection(length, {}), cache_nbytes(cache))
-
-
-def _known_rows(budget: Budget, length: int) -> int:
-    """Rows that a budget allows where that is known without the cache, else 0."""
-    return 0 if budget.unit == "bytes" else budget.rows(length)
-
-
-def require_room(config: EvictionConfig, length: int) -> None:
-    """Refuse a budget below what is protected of `length` positions, where that is known
-    before they are computed.
-
-    Raises:
-        BudgetError: it is.
-    """
-    if keep := _known_rows(config.limit, length):
-        inside = np.zeros(length, dtype=np.bool_)
-        for first, stop in config.protect:
-            inside[first:stop] = True
-        if (protected := int(np.count_nonzero(inside))) > keep:
-            raise BudgetError(
-                f"a budget of {keep} rows cannot hold {protected} protected positions",
-                expected=f"at least {protected} rows per head",
-                received=f"{config.limit} of {length} positions",
-                remedy="Raise the budget or protect fewer positions.",
-            )
-
-
-def evictable_layers(model: Any, cache: list[Any]) -> list[int]:
-    """Indices of the layers that eviction works on: plain full-attention KV caches.
-
-    Raises:
-        UnsupportedModelError: there is none.
-        CacheError: a layer is quantised or a batch.
-    """
-    require_evictable([layer for layer in cache if not is_compact(layer)])
-    layers = [i for i, c in enumerate(cache) if is_plain(c) or is_compact(c)]
-    if not layers:
-        kinds = sorted({type(layer).__name__ for layer in cache})
-        raise UnsupportedModelError(
-            f"model {model_name(model)!r} has no layer with a plain KV cache",
-            expected="at least one KVCache layer",
-            received=", ".join(kinds) or "no caches",
-            remedy="Run it with eviction off: there is nothing to evict.",
-        )
-    for index in layers:
-        if cache[index].keys is not None:
-            require_one_request(cache[index])
-    return layers
 
 
 def choose_observed(
@@ -357,7 +330,7 @@ def choose_observed(
     """
     chooser = chooser_of(cache, layers, seen, config, policy, allocation)
     kept = {} if chooser.keeps_all(cache, layers) else chooser.choose(cache, layers)
-    return Selection(cache[layers[0]].offset, kept)
+    return Selection(leaves_of(cache)[layers[0]].offset, kept)
 
 
 def chooser_of(
@@ -374,13 +347,16 @@ def chooser_of(
         BudgetError: the budget holds no row, or fewer than are protected.
         CacheError: a layer holds a batch or is at another position.
     """
-    offset = cache[layers[0]].offset
+    leaves = leaves_of(cache)
+    offset = leaves[layers[0]].offset
     for index in layers:
-        _require_offset(cache[index].offset, offset, index)
-        require_one_request(cache[index])
+        _require_offset(leaves[index].offset, offset, index)
+        require_one_request(leaves[index])
     limit = config.limit
-    fixed = cache_nbytes(cache) - sum(live_nbytes(cache[i]) for i in layers)
-    row = sum(bytes_per_row(cache[i]) for i in layers)
+    # Rows that go along take their share of each row's bytes.
+    along = [i for i, leaf in enumerate(seen.facts.leaves) if leaf.route == ALONG]
+    fixed = cache_nbytes(cache) - sum(live_nbytes(leaves[i]) for i in (*layers, *along))
+    row = sum(bytes_per_row(leaves[i]) for i in (*layers, *along))
     keep = limit.rows(offset, bytes_per_row=row, fixed_bytes=fixed)
     most = int(limit.amount) - fixed if limit.unit == "bytes" else None
     return Chooser(config, policy, allocation, keep, len(layers), seen, most)
@@ -392,15 +368,17 @@ def store_selection(
     """Replace the entries of `cache` by compact ones, layer by layer (see `retained`)."""
     before = cache_nbytes(cache)
     start = time.perf_counter()
-    for index, kept in selection.layers.items():
-        cache[index] = retained(cache[index], kept, store)
+    leaves = leaves_of(cache)
+    for index, kept in with_siblings(cache, selection.layers).items():
+        replace_leaves(cache, {index: retained(leaves[index], kept, store)})
+        leaves[index] = None  # its exact rows can go
     times = CompactionTimes(compact=time.perf_counter() - start)
     return replace(_result(cache, selection, before), times=times)
 
 
 def cache_nbytes(cache: list[Any]) -> int:
     """Bytes of the live rows of a cache list, measured on the arrays."""
-    return sum(live_nbytes(layer) for layer in cache)
+    return sum(live_nbytes(leaf) for leaf in leaves_of(cache))
 
 
 def _require_offset(offset: int, expected: int, index: int) -> None:
@@ -413,8 +391,9 @@ def _require_offset(offset: int, expected: int, index: int) -> None:
 
 
 def _result(cache: list[Any], selection: Selection, before: int) -> SnapKVEvictionResult:
-    counts = [count for layer in cache if is_compact(layer) for count in layer.live_head_rows]
-    if len({layer.size() for layer in cache if is_plain(layer) or is_compact(layer)}) > 1:
+    leaves = leaves_of(cache)
+    counts = [count for leaf in leaves if is_compact(leaf) for count in leaf.live_head_rows]
+    if len({leaf.size() for leaf in leaves if is_plain(leaf) or is_compact(leaf)}) > 1:
         request_seam()  # a mask array that the model sizes by one layer fits no other
     length = selection.source_length
     retained_tokens = round(sum(counts) / len(counts)) if counts else length

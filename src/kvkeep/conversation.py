@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvkeep.attention import ProgressCallback
-from kvkeep.caches import CompactCache, allocated_nbytes, is_compact, is_plain
+from kvkeep.caches import CompactCache, allocated_nbytes, is_compact, is_plain, leaves_of
 from kvkeep.compaction import cache_nbytes
 from kvkeep.errors import ConfigError
 from kvkeep.generation import (
@@ -156,7 +156,7 @@ class Conversation:
     @property
     def stats(self) -> ConversationStats:
         """Where the conversation stands; measured on the arrays."""
-        rows = [_rows_of(layer) for layer in self.cache if _offset_of(layer)]
+        rows = [_rows_of(layer) for layer in leaves_of(self.cache) if _offset_of(layer)]
         return ConversationStats(
             turns=sum(message["role"] == "user" for message in self.messages),
             positions=len(self.tokens),
@@ -175,7 +175,7 @@ class Conversation:
         try:
             prompt = self._rendered()
             rest = self._reuse(prompt)
-            turn.read, turn.layers = prompt, list(self.cache)
+            turn.read, turn.layers = prompt, leaves_of(self.cache)
             responses = stream_generate(
                 self.model,
                 self.tokenizer,
@@ -229,12 +229,15 @@ class Conversation:
 
     def _trim_to(self, length: int) -> bool:
         """Forget all but the first `length` tokens, if no row from there on is missing."""
-        for layer in self.cache:
+        leaves = leaves_of(self.cache)
+        for layer in leaves:
             offset = _offset_of(layer)
             if offset is None or not layer.is_trimmable() or _whole_from(layer) > length:
                 return False
-        for layer in self.cache:
+        for layer in leaves:
             layer.trim(layer.offset - length)
+        if any(layer.offset != length for layer in leaves):
+            return False  # chunked layers may give less than they are asked for
         del self.tokens[length:]
         return True
 
@@ -245,7 +248,7 @@ class Conversation:
             self._compactions += turn.kv.kv_layers > 0
         if turn.read is None:
             return
-        offsets = [_offset_of(layer) for layer in self.cache]
+        offsets = [_offset_of(layer) for layer in leaves_of(self.cache)]
         known = [offset for offset in offsets if offset is not None]
         read = min([*known, len(turn.read)])
         self.tokens = turn.read[:read]
@@ -256,7 +259,7 @@ class Conversation:
 
     def _half_evicted(self, turn: _Turn) -> bool:
         """Whether the turn's compaction has replaced some of the evictable layers, not all."""
-        pairs = zip(self.cache, turn.layers, strict=True)
+        pairs = zip(leaves_of(self.cache), turn.layers, strict=True)
         replaced = {new is not old for new, old in pairs if is_plain(old) or is_compact(old)}
         return self.config is not None and len(replaced) == 2
 
@@ -277,7 +280,7 @@ class _Turn:
 
     Attributes:
         read: token ids that the cache will have read when every step so far is done, or None.
-        layers: the cache list's entries before the turn.
+        layers: the caches of the list before the turn, as `leaves_of` counts them.
         text: the answer so far.
         complete: no step was cut short.
         started: a token was generated.

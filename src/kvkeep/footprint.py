@@ -9,7 +9,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
-from kvkeep.caches import is_plain
+from kvkeep.attention import LeafFacts, facts_of
+from kvkeep.caches import is_plain, leaves_of
 
 #: Rows that mlx-lm's caches, and ours, grow by.
 STEP: int = KVCache.step
@@ -22,7 +23,7 @@ class LayerFootprint:
 
     Attributes:
         kind: the cache's class.
-        evictable: whether eviction works on it: a plain full-attention KV cache.
+        evictable: whether its rows can be evicted, by what the model does with them.
         row_bytes: bytes per position, all heads, K and V.
         fixed_bytes: bytes that do not grow with the positions (states of recurrent layers).
         most_rows: positions that a sliding or chunked layer holds at most, or None.
@@ -49,7 +50,8 @@ class Footprint:
     """Bytes of one request's cache list.
 
     Attributes:
-        layers: one entry per cache of `make_prompt_cache`.
+        layers: one entry per cache of `make_prompt_cache`; of a layer that holds several
+            caches, one for each.
     """
 
     layers: tuple[LayerFootprint, ...]
@@ -89,13 +91,14 @@ def measure_footprint(model: Any) -> Footprint:
     """
     cache = make_prompt_cache(model)
     model(mx.zeros((1, _PROBE), mx.int32), cache=cache)
-    mx.eval([layer.state for layer in cache if not layer.empty()])
-    return Footprint(tuple(_measured(layer) for layer in cache))
+    leaves, facts = leaves_of(cache), facts_of(model)
+    mx.eval([leaf.state for leaf in leaves if not leaf.empty()])
+    return Footprint(tuple(_measured(leaf, facts.of(index)) for index, leaf in enumerate(leaves)))
 
 
-def _measured(layer: Any) -> LayerFootprint:
-    row, fixed, most = _bytes_of(layer)
-    return LayerFootprint(type(layer).__name__, is_plain(layer), row, fixed, most)
+def _measured(leaf: Any, facts: LeafFacts) -> LayerFootprint:
+    row, fixed, most = _bytes_of(leaf)
+    return LayerFootprint(type(leaf).__name__, is_plain(leaf) and facts.evictable, row, fixed, most)
 
 
 def _bytes_of(layer: Any) -> tuple[int, int, int | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kvkeep.attention import LayerParts, Observation, query_heads
+from kvkeep.attention import LayerParts, Observation, latent_group, query_heads
 from kvkeep.caches import RowGroup
 from kvkeep.spec import LayerView, OutputWeights
 
@@ -28,6 +28,8 @@ def layer_view(
         score_chunk_size: window queries to score at once, at most.
         keep: rows per KV head that the budget allows, where known.
     """
+    if seen.facts.of(layer).latent:
+        group = latent_group(group)
     observer = seen.observers.get(layer)
     queries = sinks = None
     if observer is not None and observer.queries is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvkeep.attention.latent import latent_group
 from kvkeep.caches import RowGroup, row_groups
 from kvkeep.policies import Accumulator, Chunk, Replayed
 from kvkeep.spec import Rope
@@ -19,20 +20,28 @@ class Gathering:
     Args:
         start: makes an accumulator.
         rope: the layer's rotation, where the policy needs it.
+        latent: the layer's rows are latent ones.
 
     Attributes:
         replayed: the part of the prompt that is being read again, or None in a prefill.
     """
 
-    def __init__(self, start: Callable[[], Accumulator], rope: Rope | None = None) -> None:
-        self._start, self._rope = start, rope
+    def __init__(
+        self,
+        start: Callable[[], Accumulator],
+        rope: Rope | None = None,
+        *,
+        latent: bool = False,
+    ) -> None:
+        self._start, self._rope, self._latent = start, rope, latent
         self._by_heads: dict[tuple[int, ...], Accumulator] = {}
         self._results: dict[tuple[int, ...], Mapping[str, mx.array]] = {}
         self.replayed: Replayed | None = None
 
     def add(self, queries: mx.array, cache: Any, scale: float, sinks: mx.array | None) -> None:
         """Take in post-RoPE queries [H_q, n, D], whose rows the cache holds already."""
-        for group in row_groups(cache):
+        for held in row_groups(cache):
+            group = latent_group(held) if self._latent else held
             heads = tuple(group.heads.tolist())
             if heads not in self._by_heads:
                 self._by_heads[heads] = self._start()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from kvkeep.attention.facts import UNKNOWN, ModelFacts
 from kvkeep.attention.gathering import Gathering
+from kvkeep.attention.latent import Absorber
+from kvkeep.attention.rotations import hearing_rotations
 from kvkeep.errors import UnsupportedModelError
 
 _ATTRIBUTE = "_kvkeep_observer"
@@ -23,12 +28,16 @@ class WindowObserver:
             before the window are then not looked at.
         seen: rows it holds already.
         gathering: feeds a policy's accumulator with every chunk, or None.
+        readers: attention calls per forward that read these rows: layers that share them.
+            Their queries count as further heads of the group.
+        order: KV head of each query head, where those of one KV head do not stand together.
+        absorb: makes queries over latent rows, which `queries` then are.
 
     Attributes:
         queries: [1, H_q, <= W, D], the last ones so far, or None.
         scale: what the model multiplies q.k by.
         sinks: the model's attention sinks [H_q], or None.
-        calls: attention calls seen.
+        calls: forwards seen.
         additive_mask: whether the model passed a float mask (a bias inside the softmax).
     """
 
@@ -38,9 +47,15 @@ class WindowObserver:
         end: int | None = None,
         seen: int = 0,
         gathering: Gathering | None = None,
+        readers: int = 1,
+        order: Sequence[int] | None = None,
+        absorb: Absorber | None = None,
     ) -> None:
         self.window, self.end, self.seen = window, end, seen
-        self.gathering = gathering
+        self.gathering, self.readers = gathering, readers
+        self._absorb = absorb
+        self._order = None if order is None else mx.array(np.argsort(order, kind="stable"))
+        self._read: list[tuple[mx.array, float, mx.array | None]] = []  # so far in this forward
         self.queries: mx.array | None = None
         self.scale = 1.0
         self.sinks: mx.array | None = None
@@ -61,20 +76,55 @@ class WindowObserver:
         the copy is made at once and the chunk's queries are not kept alive for it.
         An accumulator is fed the rows of `cache`, which hold the chunk's own already.
         """
+        used = queries
+        if self._absorb is not None:
+            queries = self._absorb(queries, cache)
+        elif isinstance(mask, mx.array) and mask.dtype != mx.bool_:
+            self.additive_mask = True
+        if self._order is not None:
+            queries = mx.take(queries, self._order, axis=1)
+            sinks = None if sinks is None else mx.take(sinks, self._order)
+        if self.readers > 1:
+            self._read.append((queries, scale, sinks))
+            if len(self._read) < self.readers:
+                return used
+            queries, scale, sinks = together(self._read, cache)
+            self._read = []
         self.calls += 1
         self.seen += queries.shape[2]
         self.scale, self.sinks = scale, sinks
-        if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
-            self.additive_mask = True
         if self.gathering is not None and not self.additive_mask:
             self.gathering.add(queries[0], cache, scale, sinks)
         if self.window == 0 or (self.end is not None and self.seen <= self.end - self.window):
-            return queries
+            return used
         tail = queries[:, :, -self.window :, :]
         if self.queries is not None and tail.shape[2] < self.window:
             tail = mx.concatenate([self.queries, tail], axis=2)[:, :, -self.window :, :]
         self.queries = mx.contiguous(tail)
-        return mx.depends([queries], [self.queries])[0]
+        return mx.depends([used], [self.queries])[0]
+
+
+def together(
+    read: Sequence[tuple[mx.array, float, mx.array | None]], cache: Any
+) -> tuple[mx.array, float, mx.array | None]:
+    """Queries of several layers over the same rows, as heads of one: [1, n H_q, w, D].
+
+    The heads that read one KV head stand together, layer by layer. Scales become the first's.
+    """
+    scale = read[0][1]
+    kv_heads = cache.keys.shape[1]
+
+    def joined(parts: list[mx.array], axis: int) -> mx.array:
+        grouped = [mx.unflatten(part, axis, (kv_heads, -1)) for part in parts]
+        return mx.flatten(mx.concatenate(grouped, axis=axis + 1), axis, axis + 1)
+
+    queries = [q if s == scale else q * (s / scale) for q, s, _ in read]
+    sinks = [
+        mx.full((q.shape[1],), -mx.inf, mx.float32) if extra is None else extra
+        for q, _, extra in read
+    ]
+    bare = all(extra is None for _, _, extra in read)
+    return joined(queries, 1), scale, None if bare else joined(sinks, 0)
 
 
 def observer_of(cache: Any) -> WindowObserver | None:
@@ -90,39 +140,57 @@ def observing(
     new_tokens: int | None = None,
     gatherings: Mapping[int, Gathering] | None = None,
     observer: type[WindowObserver] = WindowObserver,
+    facts: ModelFacts = UNKNOWN,
 ) -> Iterator[Mapping[int, WindowObserver]]:
     """Attach an observer to these layers' caches, and take it off whatever happens.
 
     Args:
-        cache: the cache list.
-        layers: indices of the layers to observe.
+        cache: the leaves of a cache list.
+        layers: indices of those to observe.
         window: W.
         new_tokens: tokens about to be prefilled, where known.
         gatherings: by layer, what feeds a policy's accumulators.
         observer: the class to observe with.
+        facts: of the model.
     """
     observers, gatherings = {}, gatherings or {}
+    rotated: deque[mx.array] = deque(maxlen=4)  # of one layer: more would stay alive
+    hearing = contextlib.ExitStack()
+    if any(facts.of(layer).latent for layer in layers):
+        hearing.enter_context(hearing_rotations(lambda turned, _: rotated.append(turned)))
     try:
         for layer in layers:
             rows = cache[layer].size()
             end = None if new_tokens is None else rows + new_tokens
-            observers[layer] = observer(window, end, rows, gatherings.get(layer))
+            known = facts.of(layer)
+            readers, order = max(known.readers, 1), known.head_order
+            absorb = None if known.absorb is None else Absorber(known.absorb, rotated)
+            gathering = gatherings.get(layer)
+            observers[layer] = observer(window, end, rows, gathering, readers, order, absorb)
             setattr(cache[layer], _ATTRIBUTE, observers[layer])
         yield observers
     finally:
+        hearing.close()
+        rotated.clear()
         for layer in observers:
             if hasattr(cache[layer], _ATTRIBUTE):
                 delattr(cache[layer], _ATTRIBUTE)
 
 
 def require_visible(
-    observers: Mapping[int, WindowObserver], model: object, policy: str, *, queries: bool = True
+    observers: Mapping[int, WindowObserver],
+    model: object,
+    policy: str,
+    *,
+    queries: bool = True,
+    facts: ModelFacts = UNKNOWN,
 ) -> None:
     """Refuse a model whose attention the seam cannot follow, after its first forward.
 
     Args:
         queries: whether the policy needs them; one that does not is content with a model
             whose attention is not seen at all.
+        facts: of the model: scores in a mask are then expected where it says so.
 
     Raises:
         UnsupportedModelError: names the model, the reason and what would work.
@@ -148,7 +216,11 @@ def require_visible(
             received=f"more in layers {_few(shared)}",
             remedy="Run it with eviction off.",
         )
-    biased = [layer for layer, observer in observers.items() if observer.additive_mask]
+    biased = [
+        layer
+        for layer, observer in observers.items()
+        if observer.additive_mask and (queries or not facts.of(layer).scores_in_mask)
+    ]
     if biased:
         raise UnsupportedModelError(
             f"model {name!r} adds positional scores to its attention through the mask,"

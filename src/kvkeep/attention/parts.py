@@ -12,6 +12,7 @@ import mlx.nn as nn
 from kvkeep.attention.observe import model_name
 from kvkeep.attention.rotary import Rotary
 from kvkeep.attention.rotated import unrotated_layers
+from kvkeep.caches import leaves_of
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.spec import OutputWeights
 
@@ -43,7 +44,7 @@ def find_parts(
 
     Args:
         cache: mlx-lm's cache list, one entry per layer.
-        layers: indices in it.
+        layers: indices among its leaves.
         needs: of the policy: "rope" and "output_weights" count here.
         policy: named in refusals.
 
@@ -56,14 +57,16 @@ def find_parts(
     blocks = _layers_of(model)
     if len(blocks) != len(cache):
         _refuse(model, policy, f"it has {len(blocks)} layers and {len(cache)} caches")
+    places = [place for place, layer in enumerate(cache) for _ in leaves_of([layer])]
     found = {}
     for index in layers:
+        block = blocks[places[index]]
 
         def refuse(reason: str, index: int = index) -> NoReturn:
-            _refuse(model, policy, reason, f"layer {index} of model {model_name(model)!r}")
+            _refuse(model, policy, reason, f"layer {places[index]} of model {model_name(model)!r}")
 
-        rope = _rope_of(blocks[index], refuse) if "rope" in needs else None
-        output = _output_of(blocks[index], refuse) if "output_weights" in needs else None
+        rope = _rope_of(block, refuse) if "rope" in needs else None
+        output = _output_of(block, refuse) if "output_weights" in needs else None
         found[index] = LayerParts(rope, output)
     turning = [i for i, part in found.items() if part.rope is not None and not part.rope.idle]
     if turning and (others := unrotated_layers(model, turning)):

@@ -10,9 +10,12 @@ import mlx.core as mx
 
 from kvkeep.attention import seam
 from kvkeep.attention.capture import SnapKVAttentionCapture
+from kvkeep.attention.facts import UNKNOWN, ModelFacts
 from kvkeep.attention.gathering import Gathering
+from kvkeep.attention.looking import facts_of
 from kvkeep.attention.observe import WindowObserver, observing, require_visible
 from kvkeep.attention.parts import LayerParts, find_parts
+from kvkeep.caches import leaves_of
 from kvkeep.policies import Accumulator, Policy
 
 ProgressCallback = Callable[[int, int], None]
@@ -28,17 +31,20 @@ class Observation:
             some evictable ones do, else None.
         parts: by layer index, the rotation and output weights that the policy asked for.
         gatherings: by layer index, what the policy's accumulators gathered.
+        facts: of the model.
     """
 
     observers: Mapping[int, WindowObserver]
     capture: SnapKVAttentionCapture | None = None
     parts: Mapping[int, LayerParts] = field(default_factory=dict)
     gatherings: Mapping[int, Gathering] = field(default_factory=dict)
+    facts: ModelFacts = UNKNOWN
 
     @property
-    def all_seen(self) -> bool:
-        """Whether every observed layer's attention went through the seam."""
-        return all(observer.calls for observer in self.observers.values())
+    def one_set(self) -> bool:
+        """Whether all layers and heads must keep the same positions: one mask serves them."""
+        unseen = any(not observer.calls for observer in self.observers.values())
+        return unseen or self.facts.one_set
 
 
 def observed_prefill(
@@ -61,7 +67,7 @@ def observed_prefill(
     the rows are bit-equal to those of a stock prefill with the same step.
 
     Args:
-        layers: cache indices that will be evicted; they are observed.
+        layers: indices, among the leaves, of what will be evicted; they are observed.
         window: W; 0 keeps no query, for policies that need none: a model whose queries
             cannot be seen is then accepted.
         policy: named in refusals.
@@ -76,17 +82,19 @@ def observed_prefill(
             was built and before it was computed (but for what accumulators took in).
     """
     seam.install(model)
+    facts = facts_of(model) if layers else UNKNOWN
     needs = frozenset() if scorer is None else scorer.needs
     parts = find_parts(model, cache, layers, needs, policy)
     gatherings = {}
     if scorer is not None and "attention" in needs:
-        gatherings = gatherings_of(scorer, layers, parts)
+        gatherings = gatherings_of(scorer, layers, parts, facts)
     total, done = len(tokens), 0
     report = progress or (lambda *_: None)
     report(0, total)
     use_capture = allow_capture and window > 0
     capture = SnapKVAttentionCapture(window, score_chunk_size) if use_capture else None
-    with observing(cache, layers, window, total, gatherings) as observers:
+    leaves = leaves_of(cache)
+    with observing(leaves, layers, window, total, gatherings, facts=facts) as observers:
         while done < total:
             chunk = mx.array(list(tokens[done : done + step]))[None]
             # The first chunk is captured too: it tells early whether there is anything to see.
@@ -102,18 +110,21 @@ def observed_prefill(
                     capture = None
                 seen = observers if capture is None else _seen(observers)
                 every = bool({"attention", "replay"} & needs)
-                require_visible(seen, model, policy, queries=window > 0 or every)
+                require_visible(seen, model, policy, queries=window > 0 or every, facts=facts)
             windows = [o.queries for o in observers.values() if o.queries is not None]
             mx.eval([c.state for c in cache], windows)
             done += chunk.shape[1]
             report(done, total)
             mx.clear_cache()
     seen = observers if capture is None else _seen(observers)
-    return Observation(seen, capture, parts, gatherings)
+    return Observation(seen, capture, parts, gatherings, facts)
 
 
 def gatherings_of(
-    scorer: Policy, layers: list[int], parts: Mapping[int, LayerParts]
+    scorer: Policy,
+    layers: list[int],
+    parts: Mapping[int, LayerParts],
+    facts: ModelFacts = UNKNOWN,
 ) -> dict[int, Gathering]:
     """New accumulators of a policy for each of these layers."""
 
@@ -123,7 +134,9 @@ def gatherings_of(
         return accumulator
 
     ropes = {layer: parts[layer].rope for layer in layers if layer in parts}
-    return {layer: Gathering(start, ropes.get(layer)) for layer in layers}
+    return {
+        layer: Gathering(start, ropes.get(layer), latent=facts.of(layer).latent) for layer in layers
+    }
 
 
 def _seen(observers: Mapping[int, WindowObserver]) -> Mapping[int, WindowObserver]:

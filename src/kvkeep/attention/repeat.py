@@ -12,7 +12,7 @@ from kvkeep.attention import seam
 from kvkeep.attention.observe import observing, require_visible
 from kvkeep.attention.prefill import Observation, gatherings_of
 from kvkeep.attention.undo import restorer
-from kvkeep.caches import is_plain
+from kvkeep.caches import is_plain, leaves_of
 from kvkeep.errors import CacheError
 from kvkeep.policies import Policy, Replayed
 
@@ -45,11 +45,12 @@ def require_repeatable(cache: list[Any], layers: list[int], policy: str) -> None
     Raises:
         CacheError: it does.
     """
-    if any(not is_plain(cache[layer]) or cache[layer].offset for layer in layers):
+    leaves = leaves_of(cache)
+    if any(not is_plain(leaves[layer]) or leaves[layer].offset for layer in layers):
         raise CacheError(
             f"policy {policy!r} reads the whole prompt again and knows no tokens of before",
             expected="an empty cache",
-            received=f"one at position {cache[layers[0]].offset}",
+            received=f"one at position {leaves[layers[0]].offset}",
             remedy="Prefill the whole prompt at once, or use another policy for later turns.",
         )
 
@@ -86,20 +87,23 @@ def repeated(
         UnsupportedModelError: the seam cannot see the model's queries.
     """
     seam.install(model)
-    gatherings = gatherings_of(scorer, layers, seen.parts)
+    gatherings = gatherings_of(scorer, layers, seen.parts, seen.facts)
     size: int = getattr(scorer, "chunk_size", len(tokens))
+    leaves = leaves_of(cache)
     for start in range(0, len(tokens), size):
         stop = min(start + size, len(tokens))
         ids = [*prompt.before(tokens, start), *tokens[start:stop]]
         for gathering in gatherings.values():
             gathering.replayed = Replayed(len(tokens), start, stop)
-        give_back = restorer(cache)
+        give_back = restorer(leaves)
         try:
             for first in range(0, len(ids), step):
                 chunk = mx.array(ids[first : first + step])[None]
-                with observing(cache, layers, 0, gatherings=gatherings) as observers:
+                with observing(
+                    leaves, layers, 0, gatherings=gatherings, facts=seen.facts
+                ) as observers:
                     model(chunk, cache=cache)
-                require_visible(observers, model, scorer.name)
+                require_visible(observers, model, scorer.name, facts=seen.facts)
                 mx.eval([layer.state for layer in cache])
         finally:
             give_back()

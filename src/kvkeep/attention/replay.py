@@ -8,9 +8,10 @@ from typing import Any
 import mlx.core as mx
 
 from kvkeep.attention import seam
+from kvkeep.attention.looking import facts_of
 from kvkeep.attention.observe import WindowObserver, observing, require_visible
 from kvkeep.attention.undo import restorer_of_copy
-from kvkeep.caches import is_exact
+from kvkeep.caches import is_exact, leaves_of
 from kvkeep.errors import CacheError, PromptError
 
 
@@ -32,7 +33,7 @@ def replay_queries(
     Args:
         cache: every layer trimmable; unchanged when this returns or raises.
         tokens: the last W token ids that the cache holds.
-        layers: indices of the layers to observe.
+        layers: indices, among the leaves, of what to observe.
         policy: named in refusals.
         needed: False accepts a model whose queries are not seen, as `require_visible` does.
 
@@ -42,29 +43,31 @@ def replay_queries(
         UnsupportedModelError: the seam cannot see the model's queries.
     """
     width = len(tokens)
-    held = min((cache[layer].offset for layer in layers), default=0)
+    leaves = leaves_of(cache)
+    held = min((leaves[layer].offset for layer in layers), default=0)
     if not 0 < width <= held:
         raise PromptError(
             "cannot replay the window",
             expected=f"between 1 and {held} tokens, the last ones of the cache",
             received=f"{width} tokens",
         )
-    stuck = sorted({type(c).__name__ for c in cache if not c.is_trimmable()})
+    stuck = sorted({type(c).__name__ for c in leaves if not c.is_trimmable()})
     if stuck:
         raise CacheError(
             "cannot replay over a cache that cannot be trimmed",
             expected="trimmable layers",
             received=", ".join(stuck),
-            remedy="Observe during the prefill instead, or replay on a copy.",
+            remedy="Observe during the prefill instead, or use a policy that needs no queries.",
         )
     seam.install(model)
-    restore = [_restorer(layer, width) for layer in cache]
+    facts = facts_of(model)
+    restore = [_restorer(layer, width) for layer in leaves]
     try:
-        for layer in cache:
+        for layer in leaves:
             layer.trim(width)
-        with observing(cache, layers, width) as observers:
+        with observing(leaves, layers, width, facts=facts) as observers:
             model(mx.array(list(tokens))[None], cache=cache)
-            require_visible(observers, model, policy, queries=needed)
+            require_visible(observers, model, policy, queries=needed, facts=facts)
             mx.eval([o.queries for o in observers.values() if o.queries is not None])
     finally:
         for give_back in restore:

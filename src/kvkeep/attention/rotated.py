@@ -13,10 +13,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvkeep.attention import seam
 from kvkeep.attention.observe import WindowObserver, observing
+from kvkeep.attention.rotations import hearing_rotations
+from kvkeep.caches import leaves_of
 
-_lock = threading.Lock()
-_open = 0  # watches, in all threads
-_original: Any = None
 _mine = threading.local()  # .given: what this thread's last rotations gave
 
 
@@ -52,7 +51,7 @@ def unrotated_layers(model: Any, layers: list[int]) -> list[int]:
     """
     seam.install(model)
     cache = make_prompt_cache(model)
-    with _watched(), observing(cache, layers, 0, observer=_Observer) as observers:
+    with _watched(), observing(leaves_of(cache), layers, 0, observer=_Observer) as observers:
         model(mx.array([[0, 0]]), cache=cache)
     return [
         layer
@@ -70,26 +69,10 @@ def _equal(queries: mx.array, rows: mx.array) -> bool:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[None]:
-    """Note what `mx.fast.rope` gives to this thread; it is put back when the last one closes."""
-    global _open, _original
-    with _lock:
-        if _open == 0:
-            _original = mx.fast.rope
-            mx.fast.rope = _noting
-        _open += 1
-    _mine.given = deque(maxlen=4)  # queries and keys of one layer: more would stay alive
+    """Keep what `mx.fast.rope` gave to this thread last."""
+    given = _mine.given = deque(maxlen=4)  # of one layer: more would stay alive
     try:
-        yield
+        with hearing_rotations(lambda turned, offset: given.append(turned)):
+            yield
     finally:
         del _mine.given
-        with _lock:
-            _open -= 1
-            if _open == 0:
-                mx.fast.rope = _original
-
-
-def _noting(*args: Any, **kwargs: Any) -> mx.array:
-    turned = _original(*args, **kwargs)
-    if hasattr(_mine, "given"):
-        _mine.given.append(turned)
-    return turned

@@ -8,18 +8,23 @@ function unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models.base as base
+from mlx_lm.models.cache import CacheList
 
 from kvkeep.attention import capture
 from kvkeep.attention.observe import observer_of
 from kvkeep.caches import (
+    BatchMixedKVCache,
+    BatchPositionPreservingKVCache,
     CompactCache,
     RowsForAttentionOnly,
     is_own_mask,
@@ -28,6 +33,7 @@ from kvkeep.caches import (
 )
 from kvkeep.errors import UnsupportedModelError
 
+_KVKEEPS = (CompactCache, BatchPositionPreservingKVCache, BatchMixedKVCache)
 _NAME = "scaled_dot_product_attention"
 _lock = threading.Lock()
 _stock = base.scaled_dot_product_attention
@@ -37,6 +43,8 @@ _held: dict[str, Any] = {}  # module name -> its own function, where the dispatc
 _was_installed = False
 _chained = False  # a function that may call the dispatcher stands behind it
 _inner = threading.local()
+_watches: dict[int, Callable[..., None]] = {}  # by thread
+_notes = threading.local()  # .owners: id of a rows' array -> that array and its cache, weakly
 
 
 def install(model: object | None = None) -> None:
@@ -94,6 +102,20 @@ def _modules(model: object | None) -> Iterator[ModuleType]:
         yield own
 
 
+@contextlib.contextmanager
+def watched_by(watch: Callable[..., None]) -> Iterator[None]:
+    """Tell `watch` of this thread's calls: (queries, keys, values, cache, mask, sinks)."""
+    thread = threading.get_ident()
+    before = _watches.get(thread)
+    _watches[thread] = watch
+    try:
+        yield
+    finally:
+        del _watches[thread]
+        if before is not None:
+            _watches[thread] = before
+
+
 def _dispatch(
     queries: mx.array,
     keys: Any,
@@ -105,13 +127,35 @@ def _dispatch(
 ) -> mx.array:
     if _chained and getattr(_inner, "on", False):
         return _stock(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-    observer = observer_of(cache)
+    if _watches and (watch := _watches.get(threading.get_ident())) is not None:
+        watch(queries, keys, values, cache, mask, sinks)
+    cache = _owner(keys, cache)
+    observer = observer_of(cache.caches[0] if isinstance(cache, CacheList) else cache)
     if observer is not None:
         queries = observer.observe(queries, scale, mask, sinks, cache)
     if capture.any_open():
         with capture.seen_by_seam():
             return _attend(queries, keys, values, cache, scale, mask, sinks)
     return _attend(queries, keys, values, cache, scale, mask, sinks)
+
+
+def _owner(keys: Any, cache: Any) -> Any:
+    """The cache whose rows a call reads: another than it says where layers share them.
+
+    Rows of kvkeep's caches, and of those that are observed, are known again by their array.
+    Both are held weakly: a view that outlives its step would have the buffer copied, and a
+    full buffer is handed out itself.
+    """
+    owners = _notes.__dict__.setdefault("owners", {})
+    known = owners.get(id(keys))
+    if known is not None and known[0]() is keys and (owner := known[1]()) is not None:
+        return owner
+    if isinstance(cache, _KVKEEPS) or observer_of(cache) is not None:
+        key = id(keys)
+        with contextlib.suppress(TypeError):  # quantised rows are tuples
+            row = weakref.ref(keys, lambda _: owners.pop(key, None))
+            owners[key] = row, weakref.ref(cache)
+    return cache
 
 
 def _attend(
@@ -124,6 +168,10 @@ def _attend(
     sinks: mx.array | None,
 ) -> mx.array:
     if getattr(cache, "owns_attention", False):
+        if _scored_for(mask, cache, queries.shape[2]):
+            return _original(
+                queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+            )
         if isinstance(mask, mx.array):
             _require_causal(mask, "a cache with rows of its own")
         return cache.attend(_original, queries, keys, values, scale=scale, sinks=sinks)
@@ -135,6 +183,13 @@ def _attend(
         # The first layer's heads see other rows each; of this layer they see all.
         mask = None if queries.shape[2] == 1 else "causal"
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _scored_for(mask: Any, cache: Any, n: int) -> bool:
+    """Whether a mask carries scores and was made for the very rows of this batch."""
+    if not isinstance(mask, mx.array) or mask.dtype == mx.bool_:
+        return False
+    return isinstance(cache, BatchPositionPreservingKVCache) and cache.made_last_mask(n)
 
 
 def _of_another_layer(mask: Any, cache: Any) -> bool:

@@ -28,9 +28,9 @@ from kvkeep.caches import HeadPartitionedKVCache, RaggedKVCache, allocated_nbyte
 from kvkeep.compaction import (
     cache_nbytes,
     choose_observed,
-    evictable_layers,
     store_selection,
 )
+from kvkeep.evictable import evictable_layers
 from kvkeep.policies import Policy, policy_of
 from kvkeep.spec import EvictionConfig, SnapKVEvictionResult
 

@@ -5,6 +5,7 @@ from kvkeep.caches.batch import BatchPositionPreservingKVCache
 from kvkeep.caches.compact import PositionPreservingKVCache
 from kvkeep.caches.groups import RowGroup
 from kvkeep.caches.handed import RowsForAttentionOnly
+from kvkeep.caches.leaves import leaves_of, replace_leaves
 from kvkeep.caches.masks import is_own_mask, is_window_mask
 from kvkeep.caches.mixed import BatchMixedKVCache
 from kvkeep.caches.mixing import accept_compact_in_stock_batches
@@ -25,6 +26,7 @@ from kvkeep.caches.retain import (
     require_one_request,
     retained,
     row_groups,
+    with_siblings,
 )
 
 __all__ = [
@@ -48,11 +50,14 @@ __all__ = [
     "is_window_mask",
     "layer_positions",
     "layer_rows",
+    "leaves_of",
     "live_nbytes",
     "on_seam_needed",
+    "replace_leaves",
     "request_seam",
     "require_evictable",
     "require_one_request",
     "retained",
     "row_groups",
+    "with_siblings",
 ]

@@ -146,7 +146,7 @@ class CompactCache(MlxCache):
         Args:
             n: tokens about to be appended, at least 1.
             window_size: a sliding window in positions; exact for shared positions.
-            return_array: force a bool array [n, R + n].
+            return_array: force a bool array [n, R + n] where n > 1, as mlx-lm's caches do.
 
         Raises:
             CacheError: `n` < 1, or a window over positions that differ by head.
@@ -156,7 +156,7 @@ class CompactCache(MlxCache):
         rows = self._ledger.rows + n
         if window_size is not None:
             return self._window_mask(n, window_size)
-        if return_array:
+        if return_array and n > 1:
             request_seam()  # the model hands this to all layers, whose rows may be others
             return padded_causal_mask(((0,),), rows, n)[0, 0]
         return None if n == 1 else "causal"

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from kvkeep.caches.compact import PositionPreservingKVCache
 from kvkeep.caches.contract import MlxCache
 from kvkeep.caches.ledger import PositionLedger, check_trim
-from kvkeep.caches.masks import for_query_heads, padded_causal_mask
+from kvkeep.caches.masks import for_query_heads, made_last, padded_causal_mask
 from kvkeep.caches.protocol import AttentionFunction, request_seam
 from kvkeep.caches.rows import shift_right, with_room
 from kvkeep.errors import CacheError
@@ -105,6 +105,11 @@ class BatchPositionPreservingKVCache(MlxCache):
     def owns_attention(self) -> bool:
         """Always: see the class."""
         return True
+
+    def made_last_mask(self, n: int) -> bool:
+        """Whether the last mask that was made for a model in this thread, for the `n` tokens
+        just appended, is right for these rows too."""
+        return made_last(self._pads, self._idx, n)
 
     def attend(
         self,

@@ -15,7 +15,7 @@ class RowsForAttentionOnly:
     nothing but arrays, raise TypeError).
     """
 
-    __slots__ = ("_owner",)
+    __slots__ = ("__weakref__", "_owner")  # the seam tells weakly whose they are
 
     def __init__(self, owner: str) -> None:
         object.__setattr__(self, "_owner", owner)

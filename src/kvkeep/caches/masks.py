@@ -35,6 +35,11 @@ def padded_causal_mask(pads: tuple[tuple[int, ...], ...], rows: int, n: int) -> 
     return mask
 
 
+def made_last(pads: tuple[tuple[int, ...], ...], rows: int, n: int) -> bool:
+    """Whether this thread's last `padded_causal_mask` was for these rows."""
+    return getattr(_last, "key", None) == (pads, rows, n)
+
+
 def for_query_heads(mask: mx.array, query_heads: int) -> mx.array:
     """Repeat a per-KV-head mask [B, H_kv, n, rows] for its query heads [B, H_q, n, rows]."""
     heads = mask.shape[1]

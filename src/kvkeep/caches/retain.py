@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,10 +13,11 @@ from kvkeep.caches.base import CompactCache
 from kvkeep.caches.compact import PositionPreservingKVCache
 from kvkeep.caches.groups import RowGroup, gathered_groups, table_of, whole_group
 from kvkeep.caches.held import HeldRows, rows_of_buffers, taken_rows
+from kvkeep.caches.leaves import leaves_of, places_of
 from kvkeep.caches.partitioned import HeadPartitionedKVCache
 from kvkeep.caches.ragged import RaggedKVCache
 from kvkeep.caches.rows import row_nbytes
-from kvkeep.errors import CacheError, ConfigError
+from kvkeep.errors import CacheError, ConfigError, SelectionError
 from kvkeep.spec import STORES, LayerSelection
 
 Compact = PositionPreservingKVCache | RaggedKVCache | HeadPartitionedKVCache
@@ -50,7 +52,7 @@ def live_nbytes(layer: Any) -> int:
 def allocated_nbytes(cache: list[Any]) -> int:
     """Bytes of all buffers of a cache list, room for more rows included."""
     total = 0
-    for layer in cache:
+    for layer in leaves_of(cache):
         held = getattr(layer, "allocated_nbytes", None)
         if held is None:  # stock caches report their buffers
             held = 0 if layer.empty() else layer.nbytes
@@ -224,3 +226,38 @@ def _retained_again(layer: Any, kept: LayerSelection) -> PositionPreservingKVCac
         offset=layer.offset,
         positions=kept.of_head(0) if kept.shared else kept.heads,
     )
+
+
+def with_siblings(
+    cache: Sequence[Any], selected: Mapping[int, LayerSelection]
+) -> dict[int, LayerSelection]:
+    """A selection, and the same rows of what stands beside a selected cache in its layer.
+
+    Two full-attention caches of one layer hold rows for the same tokens: an indexer's keys
+    name rows of the cache beside them, and one mask serves both.
+
+    Args:
+        cache: a cache list.
+        selected: kept positions by index among its leaves.
+
+    Raises:
+        SelectionError: it names different rows for the caches of one layer.
+    """
+    leaves, chosen = leaves_of(cache), dict(selected)
+    for indices in places_of(cache):
+        named = [chosen[i] for i in indices if i in chosen]
+        if not named or len(indices) == 1:
+            continue
+        if any(not _same_rows(one, named[0]) for one in named[1:]):
+            raise SelectionError(
+                "caches of one layer that keep different rows",
+                expected=f"one set of positions for caches {indices.start} to {indices.stop - 1}",
+                received="several",
+            )
+        chosen |= {i: named[0] for i in indices if is_exact(leaves[i]) or is_compact(leaves[i])}
+    return dict(sorted(chosen.items()))
+
+
+def _same_rows(one: LayerSelection, other: LayerSelection) -> bool:
+    same = len(one.heads) == len(other.heads)
+    return same and all(map(np.array_equal, one.heads, other.heads))

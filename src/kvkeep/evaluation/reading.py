@@ -13,7 +13,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvkeep.allocation import allocation_of
 from kvkeep.attention import Observation, RepeatPrompt, observed_prefill, repeated
 from kvkeep.choosing import require_choosable
-from kvkeep.compaction import cache_nbytes, choose_observed, evictable_layers, store_selection
+from kvkeep.compaction import cache_nbytes, choose_observed, store_selection
+from kvkeep.evictable import evictable_layers
 from kvkeep.policies import Accumulator, Chunk, Policy, policy_of
 from kvkeep.spec import EvictionConfig, LayerView, SnapKVEvictionResult
 from kvkeep.suite import copy_cache

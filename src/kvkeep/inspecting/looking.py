@@ -21,16 +21,16 @@ from kvkeep.attention import (
     observed_reading,
     require_profile_of,
 )
-from kvkeep.caches import live_nbytes
+from kvkeep.caches import leaves_of, live_nbytes
 from kvkeep.choosing import Ranking, require_compatible
 from kvkeep.compaction import (
     cache_nbytes,
     checked_prompt,
     chooser_of,
-    evictable_layers,
     require_room,
 )
 from kvkeep.errors import BudgetError, PromptError
+from kvkeep.evictable import evictable_layers
 from kvkeep.generation import RECOMMENDED, encode_prompt, repeat_prompt
 from kvkeep.inspecting.inspection import InspectedLayer, Inspection, Rung
 from kvkeep.inspecting.layers import require_shown
@@ -105,7 +105,8 @@ def inspect_prompt(
             progress=progress,
         )
         start = time.perf_counter()
-        chosen = _Prefilled(cache, evictable, seen, config, policy, allocation)
+        leaves = leaves_of(cache)
+        chosen = _Prefilled(leaves, evictable, seen, config, policy, allocation)
         ranking = chosen.ranking()
         score = time.perf_counter() - start
         rungs, asked = chosen.rungs(ladder, ranking)
@@ -114,11 +115,11 @@ def inspect_prompt(
         config=config,
         tokens=np.array(tokens, np.int64),
         units=text_units(wrapped, tokens),
-        layers=tuple(_inspected(cache[index], index, ranking) for index in evictable),
+        layers=tuple(_inspected(leaves[index], index, ranking) for index in evictable),
         rungs=rungs,
         asked=asked,
         exact_nbytes=cache_nbytes(cache),
-        other_layers=len(cache) - len(evictable),
+        other_layers=len(leaves) - len(evictable),
         prefill_seconds=prefill,
         score_seconds=score,
     )

@@ -23,7 +23,7 @@ from mlx_lm.server import (
 )
 
 from kvkeep.caches import allocated_nbytes
-from kvkeep.compaction import require_room
+from kvkeep.evictable import require_room
 from kvkeep.footprint import measure_footprint
 from kvkeep.generation import refuse_unevictable
 from kvkeep.server import current
