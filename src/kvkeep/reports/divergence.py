@@ -124,6 +124,7 @@ def curve_charts(found: Stretches, styles: Mapping[str, int]) -> Iterator[Chart]
                 axis,
                 lines,
                 () if level is None else (level,),
+                _curve_words(found),
             )
 
 
@@ -169,6 +170,14 @@ def _count_words(found: Stretches) -> str:
         return "One stretch of the text: no interval can be told."
     few = f"{counts[0]} – " if len(counts) > 1 else ""
     return f"Means over {few}{counts[-1]} stretches of the text, with 95 % intervals (normal)."
+
+
+def _curve_words(found: Stretches) -> str:
+    most = max(b - a for a, b in pairwise(bin_edges(found.continuation)))
+    most_stretches = max(s.kl.count for s in found.summaries)
+    plural = "es" if most_stretches != 1 else ""
+    what = f"up to {most} position{'s' if most > 1 else ''} of {most_stretches} stretch{plural}"
+    return f"Each point is the mean of {what}."
 
 
 def _curve(name: str, style: int, length: int, values: Sequence[float]) -> Line:

@@ -58,7 +58,12 @@ def _scores(block: Block) -> str:
     words += ", query-agnostic," if block.protocol == "agnostic" else ""
     full = block.full(task)
     evicted = [s for s in block.of(task) if s.setting.policy != NONE]
-    compared = [s for s in evicted if full is not None and s.score.count == full.score.count]
+    # Of the same number of examples, all of which the full cache has answered: the same ones.
+    compared = [
+        s
+        for s in evicted
+        if full is not None and s.exact is not None and s.score.count == full.score.count
+    ]
     if full is None or not compared:
         if full is not None and not evicted:
             value = f"{full.score.mean:.2f} over {_examples(full, block)}"

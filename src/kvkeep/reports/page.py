@@ -170,6 +170,9 @@ def _section(section: Section, mark: str) -> str:
         wide = "" if section.small else " wide"
         grid = f'<div class="charts{wide}">{"".join(figures)}</div>' if figures else ""
         inner = "".join([legend, grid, *opened])
+    notes = dict.fromkeys(chart.note for chart in section.charts if chart.note)
+    if not section.shown:
+        inner += "".join(f'<p class="muted small">{escaped(note)}</p>' for note in notes)
     folded = [
         f"<details><summary>Table: {escaped(table.title)}</summary>{html_table(table)}</details>"
         for table in section.tables[section.shown :]

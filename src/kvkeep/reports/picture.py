@@ -60,7 +60,6 @@ def eval_picture(results: Results) -> Picture:
     charts = [
         score_chart(b, b.over_all, styles, f"{count(b.length)} tokens, query-{b.protocol}")
         for b in blocks(summary)
-        if b.settings
     ]
     title = "Score by budget"
     if not charts:
@@ -76,7 +75,7 @@ def bench_picture(report: BenchReport) -> Picture:
         OutputError: there is nothing to draw.
     """
     styles, found = kind_styles(report), decoded(report)
-    smallest = [one for one in found if one.batch == found[0].batch]
+    smallest = [one for one in found if one.batch == min(f.batch for f in found)]
     charts = [*speed_charts(smallest, styles), *bytes_charts(report, styles)]
     device = report.device
     foot = (
@@ -138,10 +137,10 @@ def _save_png(picture: Picture, file_name: str | os.PathLike[str]) -> None:
     figure.suptitle(_plain(picture.title), x=0.01, ha="left", fontsize=12, fontweight="bold")
     names = [item.name for item in legend_of(charts)]
     figure.legend(
-        [drawn[name] for name in names], list(map(_plain, names)), loc="outside lower center",
+        [drawn[name] for name in names], list(map(_plain, names)), loc="outside lower left",
         ncols=min(len(names), 4), fontsize=9, frameon=False,
+        title=_plain(picture.foot), title_fontsize=7, alignment="left",
     )  # fmt: skip
-    figure.supxlabel(_plain(picture.foot), x=0.01, ha="left", fontsize=7, color=ground["muted"])
     with written(file_name) as path:
         figure.savefig(path, dpi=150, format="png", metadata={"Software": "kvkeep"})
 

@@ -29,7 +29,7 @@ CHART_CSS = f"""\
 .chart .open, .chart .ground {{ fill: var(--panel); }}
 """
 _FONT = 11
-_RIGHT, _TOP, _BOTTOM = 10, 26, 36
+_RIGHT, _TOP, _BOTTOM = 10, 26, 38
 _EM = 0.56  # width of a letter over the font's size, about
 
 
@@ -45,7 +45,7 @@ class Size:
     height: int
 
 
-MAIN, SMALL = Size(400, 270), Size(280, 190)
+MAIN, SMALL = Size(350, 245), Size(280, 190)
 
 
 def figure(chart: Chart, mark: str, size: Size = MAIN) -> str:
@@ -190,11 +190,11 @@ def _axes(frame: _Frame, size: Size) -> str:
             free = x + half + 4
             inside = min(x, size.width - half)
             parts.append(
-                f'<text x="{_n(inside)}" y="{_n(bottom + 16)}" text-anchor="middle"'
+                f'<text x="{_n(inside)}" y="{_n(bottom + 18)}" text-anchor="middle"'
                 f' font-size="{_FONT}">{escaped(words)}</text>'
             )
     parts.append(
-        f'<text x="{_n(frame.left + frame.width / 2)}" y="{_n(bottom + 31)}"'
+        f'<text x="{_n(frame.left + frame.width / 2)}" y="{_n(bottom + 33)}"'
         f' text-anchor="middle" font-size="{_FONT}">{escaped(frame.x.label)}</text>'
     )
     return "".join(parts)
