@@ -78,10 +78,8 @@ def test_colours_follow_the_scheme(open_page: OpenPage) -> None:
         page.emulate_media(color_scheme=other)
         changed = look(page)
         assert all(a != b for a, b in zip(seen[scheme], changed, strict=True))
-    brightness = {
-        s: sum(map(int, re.findall(r"\d+", colours[0])[:3])) for s, colours in seen.items()
-    }
-    assert brightness["light"] > 600 and brightness["dark"] < 150
+    light, dark = (sum(map(int, re.findall(r"\d+", seen[s][0])[:3])) for s in ("light", "dark"))
+    assert light > 600 and dark < 150
 
 
 def look(page: Page) -> list[str]:

@@ -363,6 +363,19 @@ def test_of_two_measurements_the_later_one_is_drawn_and_both_are_listed() -> Non
     assert bench_page(report, ORIGIN).count("Table: Decode, T 2,048") == 2
 
 
+def test_the_bound_is_that_of_the_fewest_rows() -> None:
+    union = Setting("span", "25%", "uniform", "union")
+    exact, bound, span, _ = a_decode().runs
+    wide = dataclasses.replace(bound, rows=900, seconds=(1.9, 1.9, 1.9))
+    more = dataclasses.replace(span, setting=union, rows=900)
+    for runs in ((exact, bound, wide, span, more), (exact, wide, bound, more, span)):
+        report = a_report(dataclasses.replace(a_decode(), runs=runs))
+        (found,) = decoded(report)
+        assert found.bound[2048].run == bound
+        (chart,) = speed_charts([found], kind_styles(report))
+        assert sorted(line.name for line in chart.lines) == ["bound", "span, auto", "span, union"]
+
+
 def test_a_busy_machine_is_noted() -> None:
     assert "The machine was busy" in bench_page(a_report(load=9.0), ORIGIN)
     assert "The machine was busy" not in bench_page(a_report(), ORIGIN)
@@ -376,7 +389,10 @@ def nasty_pages() -> list[str]:
         dataclasses.replace(r, options={"x": NASTY}) if r.policy == "span" else r
         for r in some_tasks()
     ]
-    records = [dataclasses.replace(r, task=NASTY + r.task, budget=r.budget) for r in records]
+    records = [
+        dataclasses.replace(r, task=NASTY + r.task, budget=NASTY if r.budget == "50%" else r.budget)
+        for r in records
+    ]
     texts = [dataclasses.replace(r, text_name=NASTY) for r in some_fidelity()]
     header: dict[str, Any] = dict.fromkeys(("model_name", "device", "prose", "platform"), NASTY)
     results = some_results(*records, *texts, **header)
@@ -498,7 +514,7 @@ def linear_light(colour: str) -> np.ndarray:
 def contrast(one: str, other: str) -> float:
     """WCAG 2.2, relative luminance and contrast ratio."""
     low, high = sorted(linear_light(c) @ [0.2126, 0.7152, 0.0722] for c in (one, other))
-    return (high + 0.05) / (low + 0.05)
+    return float((high + 0.05) / (low + 0.05))
 
 
 def lab(light: np.ndarray) -> np.ndarray:

@@ -48,7 +48,7 @@ def require_writable(file_name: str | os.PathLike[str], *suffixes: str) -> None:
             received=str(path),
         )
     if path.is_dir():
-        raise OutputError(f"{path} is a folder", expected="the name of a file")
+        raise OutputError(f"cannot write {path}: it is a folder", expected="the name of a file")
     parent = path.parent
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
