@@ -390,7 +390,7 @@ def nasty_pages() -> list[str]:
         for r in some_tasks()
     ]
     records = [
-        dataclasses.replace(r, task=NASTY + r.task, budget=NASTY if r.budget == "50%" else r.budget)
+        dataclasses.replace(r, task=NASTY + r.task, budget=NASTY if r.budget == "5%" else r.budget)
         for r in records
     ]
     texts = [dataclasses.replace(r, text_name=NASTY) for r in some_fidelity()]
@@ -556,6 +556,8 @@ def test_the_first_six_colours_differ_for_the_colour_blind(scheme: Any) -> None:
 
 
 def test_an_svg_is_whole_and_stands_alone(tmp_path: Path) -> None:
+    (title,) = (chart.title for chart in eval_picture(some_results(*some_tasks())).charts)
+    assert title == "1,000 tokens, query-aware, 12 examples"
     for name, picture in (
         ("eval", eval_picture(some_results())),
         ("bench", bench_picture(a_report())),
@@ -569,7 +571,10 @@ def test_an_svg_is_whole_and_stands_alone(tmp_path: Path) -> None:
         assert "prefers-color-scheme: dark" in text and "http" not in text.replace(
             "http://www.w3.org/2000/svg", ""
         )
-        assert picture.foot in html.unescape(text)
+        lines = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+        assert " ".join(map(str, lines)).endswith(picture.foot)
+        width = float(str(root.get("width")))
+        assert all(len(str(line)) * 5 < width for line in lines)
         before = path.read_bytes()
         save_picture(picture, path)
         assert path.read_bytes() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvkeep.reports.palette import (
     dashes,
     marker,
 )
-from kvkeep.reports.scores import blocks, score_chart, setting_styles
+from kvkeep.reports.scores import Block, blocks, score_chart, setting_styles
 from kvkeep.reports.speed import bytes_charts, decoded, kind_styles, speed_charts
 from kvkeep.reports.svg import legend_of, standalone
 
@@ -57,10 +58,7 @@ def eval_picture(results: Results) -> Picture:
     """
     summary = summarise(results.records)
     styles = setting_styles(summary)
-    charts = [
-        score_chart(b, b.over_all, styles, f"{count(b.length)} tokens, query-{b.protocol}")
-        for b in blocks(summary)
-    ]
+    charts = [score_chart(b, b.over_all, styles, _title(b)) for b in blocks(summary)]
     title = "Score by budget"
     if not charts:
         charts = [kl_chart(found, styles) for found in stretches(summary) if found.evicted]
@@ -112,6 +110,13 @@ def save_picture(picture: Picture, file_name: str | os.PathLike[str]) -> None:
         path.write_text(text, encoding="utf-8", newline="\n")
 
 
+def _title(block: Block) -> str:
+    most = max(s.score.count for s in block.of(block.over_all))
+    plural = "s" if most != 1 else ""
+    words = f"{count(block.length)} tokens, query-{block.protocol}"
+    return f"{words}, {count(most)} example{plural}"
+
+
 def _picture(title: str, charts: Sequence[Chart], foot: str) -> Picture:
     if not charts:
         raise OutputError("there is nothing to draw yet", expected="results of evicted caches")
@@ -125,8 +130,13 @@ def _save_png(picture: Picture, file_name: str | os.PathLike[str]) -> None:
     charts, ground = picture.charts, GROUND["light"]
     columns = min(2, len(charts))
     lines = -(-len(charts) // columns)
+    wide, names = 5.2 * columns, [item.name for item in legend_of(charts)]
+    # In inches at the legend's sizes of letters, about.
+    across = max(1, min(len(names), 4, int(wide / (0.8 + 0.085 * max(map(len, names))))))
+    foot = textwrap.fill(picture.foot, int(wide / 0.056))
+    high = 0.55 + 0.2 * -(-len(names) // across) + 0.12 * foot.count("\n")
     figure = require_matplotlib().Figure(
-        figsize=(5.2 * columns, 3.5 * lines + 0.9), layout="constrained", facecolor=ground["panel"]
+        figsize=(wide, 3.5 * lines + high), layout="constrained", facecolor=ground["panel"]
     )
     places = figure.subplots(lines, columns, squeeze=False).ravel()
     for place in places[len(charts) :]:
@@ -135,11 +145,10 @@ def _save_png(picture: Picture, file_name: str | os.PathLike[str]) -> None:
     for chart, axes in zip(charts, places, strict=False):
         drawn = {**_drawn(chart, axes), **drawn}
     figure.suptitle(_plain(picture.title), x=0.01, ha="left", fontsize=12, fontweight="bold")
-    names = [item.name for item in legend_of(charts)]
     figure.legend(
         [drawn[name] for name in names], list(map(_plain, names)), loc="outside lower left",
-        ncols=min(len(names), 4), fontsize=9, frameon=False,
-        title=_plain(picture.foot), title_fontsize=7, alignment="left",
+        ncols=across, fontsize=9, frameon=False,
+        title=_plain(foot), title_fontsize=7, alignment="left",
     )  # fmt: skip
     with written(file_name) as path:
         figure.savefig(path, dpi=150, format="png", metadata={"Software": "kvkeep"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ def standalone(charts: Sequence[Chart], title: str, foot: str, columns: int = 2)
 
     Args:
         title: above them.
-        foot: a line below them, such as what they were taken on.
+        foot: below them, such as what they were taken on.
         columns: charts side by side, at most.
     """
     columns = max(1, min(columns, len(charts)))
@@ -84,7 +85,8 @@ def standalone(charts: Sequence[Chart], title: str, foot: str, columns: int = 2)
     width = columns * (MAIN.width + gap) + gap
     legend, high = _legend(legend_of(charts), width - 2 * gap)
     block = MAIN.height + 24
-    height = head + lines * block + high + 26
+    told = textwrap.wrap(foot, int((width - 2 * gap) / (_FONT * _EM)))
+    height = head + lines * block + high + 10 + 15 * len(told)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height}"'
         f' width="{width}" height="{height}" role="img" aria-labelledby="t d">',
@@ -104,8 +106,10 @@ def standalone(charts: Sequence[Chart], title: str, foot: str, columns: int = 2)
         )
     y = head + lines * block
     parts.append(f'<g transform="translate({gap} {y})">{legend}</g>')
-    foot = f'<text x="{gap}" y="{height - 9}" font-size="{_FONT}">{escaped(foot)}</text>'
-    return "\n".join([*parts, foot, "</svg>"]) + "\n"
+    for number, line in enumerate(told, 1):
+        below = y + high + 15 * number
+        parts.append(f'<text x="{gap}" y="{below}" font-size="{_FONT}">{escaped(line)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def legend_of(charts: Sequence[Chart]) -> list[Line | Level]:
