@@ -26,7 +26,7 @@ STAMP := $(VENV)/.ready-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test soak lint format bench bench-serve needles build check-wheel clean
+.PHONY: help setup demo test soak lint format bench bench-serve needles build check-wheel clean models sweep
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -90,6 +90,12 @@ bench-serve: setup ## eight streams at once through kvkeep serve, against mlx_lm
 
 needles: setup ## facts found in long prompts with few rows kept, by policy and budget (about an hour)
 	$(PY) benchmarks/needles.py
+
+models: setup ## write docs/models.md anew: what eviction does on each model type of mlx-lm
+	$(PY) tests/models_table.py
+
+sweep: setup ## every model type under every policy and store (about half an hour)
+	$(PY) -m pytest tests/test_zoo.py -m ""
 
 build: setup ## the wheel, in dist/
 	rm -rf dist

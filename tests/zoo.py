@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 from mlx_lm.utils import MODEL_REMAPPING
 
+from kvkeep.checking import ModelReport, check_model
 from zoo_more import MORE
 
 VOCAB = 100
@@ -135,6 +137,18 @@ def build(kind: str, seed: int = 0) -> Any:
     model.update(tree_map_with_path(_sharper, model.parameters()))
     mx.eval(model.parameters())
     return model
+
+
+@cache
+def model_of(kind: str) -> Any:
+    """The type's model, built once."""
+    return build(kind)
+
+
+@cache
+def report_of(kind: str) -> ModelReport:
+    """What eviction does on it."""
+    return check_model(model_of(kind), measure=False)
 
 
 def _sharper(path: str, weight: mx.array) -> mx.array:

@@ -95,7 +95,8 @@ def check_model(
     try:
         found = evictable(model, make_prompt_cache(model))
     except KvkeepError as error:
-        reason = _last_words(error.problem, name)
+        kinds = ", ".join(sorted({leaf.kind for leaf in facts.leaves}))
+        reason = f"{_last_words(error.problem, name)}: what it holds is {kinds}"
         return ModelReport(name, "refused", reason, layers, footprint=footprint)
     refusal = None
     try:

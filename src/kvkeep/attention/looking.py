@@ -296,10 +296,10 @@ def _without_own_attention(model: Any, leaves: tuple[LeafFacts, ...]) -> tuple[L
     others = any(leaf.route in (SEAM, FAST) for leaf in leaves)
     modules = model.modules() if isinstance(model, nn.Module) else []
     blocks = {name for module in modules for name in _BLOCKS if getattr(module, name, None)}
-    reason = "computes this layer's attention itself, and may count rows for positions in it"
+    reason = "attends here in arithmetic of its own, which may count rows for positions"
     indexed = {leaf.layer for leaf in leaves if leaf.route == ALONG} if blocks else set()
     return tuple(
-        replace(leaf, fixed="chooses blocks of rows here, counted by row")
+        replace(leaf, fixed="attends here to blocks of rows, cut by their number")
         if leaf.layer in indexed
         else replace(leaf, fixed=reason)
         if leaf.route == OWN and (others or blocks)
@@ -348,7 +348,7 @@ def _fault(
     except Exception as error:
         return f"cannot do without rows here ({type(error).__name__}: {error})"
     if offsets is not None and heard != list(offsets):
-        return "counts this layer's rows for positions in other layers that read them"
+        return "has other layers that read these rows and count them for positions"
     return None
 
 

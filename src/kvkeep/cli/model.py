@@ -1,4 +1,4 @@
-"""`kvkeep model`: fetch the demo model; say what this machine runs models on."""
+"""`kvkeep model`: check a model; fetch the demo model; say what this machine runs models on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkeep import __version__, blas
+from kvkeep.cli import model_check
 from kvkeep.demo_model import (
     DEMO_NAME,
     SMOLLM2_135M,
@@ -31,7 +32,7 @@ _REMEDIES = {
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `model` with its subcommands; `run` is left in the parsed arguments as `run`."""
     parser = subparsers.add_parser(
-        "model", help="fetch the demo model, show device, BLAS and versions"
+        "model", help="check a model, fetch the demo model, show device, BLAS and versions"
     )
     commands = parser.add_subparsers(dest="model_command", required=True, metavar="COMMAND")
     fetching = commands.add_parser(
@@ -50,17 +51,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Show device, versions, the BLAS in use and its measured speed, and the demo"
         " model's folder. KVKEEP_BLAS chooses the BLAS: a path, or off.",
     )
+    model_check.add_parser(commands)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the parsed subcommand; exit status 0.
+    """Run the parsed subcommand; exit status 0, or `check`'s.
 
     Raises:
         DemoModelError: the demo model cannot be fetched.
+        KvkeepError: of `check`: a flag or the model is at fault.
     """
     if args.model_command == "fetch":
         return _fetch(force=args.force)
+    if args.model_command == "check":
+        return model_check.run(args)
     Console().print(info_table())
     return 0
 
