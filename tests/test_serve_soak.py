@@ -32,11 +32,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended
 
 # Small enough that requests wait, prompts are read in pieces and the prompt cache overflows.
 FLAGS = ("--decode-concurrency", "4", "--prompt-concurrency", "2", "--prefill-step-size", "128")
-ENTRIES, LIMIT = 6, 4_000_000  # a row takes 1024 bytes, and there are prompts of 700 tokens
+ENTRIES, LIMIT = 6, 1_800_000  # a row takes 1024 bytes, and there are prompts of 700 tokens
 STORE = ("--prompt-cache-size", str(ENTRIES))
 CONFIG = EvictionConfig.parse({"policy": "snapkv", "budget": 64})
 SETTINGS: dict[str, Any] = {"evicting": True, "config": CONFIG, "max_body_bytes": 100_000}
-GOVERNED = {"kv_memory": LIMIT, "kv_memory_shrink": True, "kv_queue_seconds": 1.0}
+GOVERNED = {"kv_memory": LIMIT, "kv_memory_shrink": True, "kv_queue_seconds": 0.3}
 WAYS: dict[str, dict[str, Any]] = {
     "free": {},
     "governed": {**GOVERNED, "keep_compact": True},
