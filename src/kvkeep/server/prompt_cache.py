@@ -90,6 +90,7 @@ class ServerPromptCache(PromptStore):
             layers = self.take(hit)
         except CacheError:
             _log.exception("A cache of %d tokens cannot be reused", hit.length)
+            plan.kv.entry.admitted(len(tokens))
             return None, tokens
         plan.hit = Reused(hit.entry.kind, hit.length, hit.entry.compacted_at)
         plan.kv.entry.admitted(len(tokens), hit.length, hit.entry.kind)
