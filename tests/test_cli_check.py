@@ -69,7 +69,7 @@ def test_a_budget_in_bytes(on_type: Any, capsys: pytest.CaptureFixture[str]) -> 
     lines = lines_of(capsys, "--kv-budget", "1MB")
     assert any(line.endswith("whole cache at 1.00 MB saved") for line in lines)
     sizes = [line for line in lines if line.startswith("8,192 tokens")]
-    assert sizes == ["8,192 tokens 8.39 MB 999.94 kB 88%"]  # whole rows
+    assert sizes == ["8,192 tokens 8.39 MB 999.42 kB 88%"]  # whole rows
     on_type("gemma3_text")
     lines = lines_of(capsys, "--kv-budget", "1kB")
     assert any("holds no row" in line for line in lines)

@@ -22,7 +22,8 @@ from mlx_lm.server import (
     ResponseGenerator,
 )
 
-from kvkeep.caches import allocated_nbytes
+from kvkeep.attention import batch_fault
+from kvkeep.caches import allocated_nbytes, leaves_of
 from kvkeep.evictable import require_room
 from kvkeep.footprint import measure_footprint
 from kvkeep.generation import refuse_unevictable
@@ -174,9 +175,11 @@ class EvictingResponses(ResponseGenerator):
             self.governor.note(0, 0)
 
     def _can_replay(self) -> bool:
-        """Whether every layer gives back the window's rows (see `replay_queries`)."""
+        """Whether every layer gives back the window's rows (see `replay_queries`), and
+        evicted requests can share a batch."""
         model: Any = self.model_provider.model
-        return all(type(layer) is KVCache for layer in make_prompt_cache(model))
+        leaves = leaves_of(make_prompt_cache(model))
+        return batch_fault(model) is None and all(type(leaf) is KVCache for leaf in leaves)
 
     def _tokenize(
         self, tokenizer: Any, request: CompletionRequest, args: PlannedArguments
