@@ -106,6 +106,7 @@ def body(which: int) -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_eight_streams_at_once_answer_as_alone(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_eight_streams_at_once_answer_as_alone(
     assert sum(str(7305918 + 1111 * i) in text for i, (text, _) in enumerate(alone)) >= 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_compact", [False, True], ids=["exact", "compact"])
 def test_four_turns(folder: str, keep_compact: bool) -> None:
     code = str(7305918 + 3333)
