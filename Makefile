@@ -26,7 +26,7 @@ STAMP := $(VENV)/.ready-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test soak lint format bench needles models sweep build check-wheel clean
+.PHONY: help setup demo test soak lint format bench bench-serve needles build check-wheel clean models sweep
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -84,6 +84,9 @@ format: setup ## let ruff mend and format what it can
 
 bench: setup ## the benchmarks, as ratios with their spread
 	$(PY) benchmarks/run.py
+
+bench-serve: setup ## eight streams at once through kvkeep serve, against mlx_lm.server and the bound (about ten minutes)
+	$(PY) benchmarks/serving.py
 
 needles: setup ## facts found in long prompts with few rows kept, by policy and budget (about an hour)
 	$(PY) benchmarks/needles.py

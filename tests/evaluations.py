@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ def chat_tokenizer() -> TokenizerWrapper:
     return TokenizerWrapper(ChatLetters())
 
 
+@functools.cache
 def model(seed: int = 0) -> Any:
+    """The same one every time; nothing here changes its weights."""
     return tiny_llama(vocab=VOCAB, seed=seed)
 
 

@@ -239,11 +239,21 @@ def watching(server: Running) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class Level:
-    """What an idle server takes, its prompt cache empty."""
+    """What an idle server takes, its prompt cache empty.
+
+    Attributes:
+        threads: of the process.
+        active: bytes of MLX's live arrays.
+        resident: bytes of the process.
+        counted: bytes that the prompt cache said it had.
+        freed: bytes of arrays that were gone when it was emptied.
+    """
 
     threads: int
     active: int
     resident: int
+    counted: int
+    freed: int
 
 
 def level(server: Running) -> Level:
@@ -255,10 +265,14 @@ def level(server: Running) -> Level:
     for probe in PROBES:
         server.ask(probe, TEXT)
     settle(server)
-    server.responses.prompt_cache.trim_to(n_sequences=0)
+    cache = server.responses.prompt_cache
+    gc.collect()
+    counted, full = cache.nbytes, mx.get_active_memory()
+    cache.trim_to(n_sequences=0)
     gc.collect()
     mx.clear_cache()
-    return Level(threading.active_count(), mx.get_active_memory(), _resident())
+    active = mx.get_active_memory()
+    return Level(threading.active_count(), active, _resident(), counted, full - active)
 
 
 def settle(server: Running, seconds: float = 60) -> None:
@@ -292,11 +306,7 @@ def bytes_in_generators() -> int:
 
 def stored(server: Running) -> list[list[Any]]:
     """The layers of each entry of the prompt cache."""
-    cache = server.responses.prompt_cache
-    if not hasattr(cache, "_lru"):
-        return [entry.layers for entry in cache]
-    keys = [key for lru in cache._lru._lrus.values() for key in lru]
-    return [cache._trie.get(model, tokens).prompt_cache for model, tokens in keys]
+    return [entry.layers for entry in server.responses.prompt_cache]
 
 
 def _resident() -> int:

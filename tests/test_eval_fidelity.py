@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tiny_models import tiny_llama, tiny_tokenizer
 TEXT = "".join(chr(97 + (i * i * 7 + i // 3) % 26) for i in range(1000))
 
 
+@functools.cache
 def model() -> Any:
     """Sure of itself: an untrained model's predictions hardly differ."""
     sure = tiny_llama()

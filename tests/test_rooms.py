@@ -39,6 +39,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("heads",),
     ("demo_model",),
     ("server", "evaluation", "bench", "inspecting"),
+    ("reports",),
     ("cli",),
 )
 RANK = {room: rank for rank, line in enumerate(ROOMS) for room in line}

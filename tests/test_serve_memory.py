@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.generate import PromptProcessingBatch
@@ -57,16 +59,36 @@ def send_all(server: Running, bodies: list[Any]) -> list[tuple[int, Any]]:
         return list(pool.map(server.send, bodies))
 
 
+def active_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of all arrays after each step of a batch, as MLX counts them."""
+    seen: list[int] = []
+    step = batching.EvictingBatchGenerator._next
+
+    def measured(self: Any) -> Any:
+        found = step(self)
+        mx.synchronize()
+        seen.append(mx.get_active_memory())
+        return found
+
+    monkeypatch.setattr(batching.EvictingBatchGenerator, "_next", measured)
+    return seen
+
+
 # -- bounds ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("evicted", [True, False])
 @pytest.mark.parametrize("keep_compact", [True, False])
 def test_twelve_at_once_stay_within_the_memory_of_three(
-    folder: str, estimate: Estimate, evicted: bool, keep_compact: bool
+    folder: str,
+    estimate: Estimate,
+    evicted: bool,
+    keep_compact: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kv = None if evicted else EXACT
-    bodies = [chat(f"You are {i}.", LOG, kv=kv, max_tokens=20 + 3 * i) for i in range(12)]
+    active = active_memory(monkeypatch)
+    bodies = [chat(f"You are {i}.", LOG * 3, kv=kv, max_tokens=20 + 3 * i) for i in range(12)]
     limit = 3 * worth(estimate, bodies[-1], CONFIG if evicted else None) + 1000
     settings: dict[str, Any] = {"config": CONFIG, "evicting": True}
     with running(folder, **settings) as fresh:
@@ -74,7 +96,11 @@ def test_twelve_at_once_stay_within_the_memory_of_three(
     with running(
         folder, kv_memory=limit, kv_queue_seconds=60, keep_compact=keep_compact, **settings
     ) as server:
+        mx.synchronize()
+        before = mx.get_active_memory()
+        active.clear()
         answers = send_all(server, bodies)
+        assert max(active) - before <= 1.05 * limit  # of all live arrays, whoever counts them
         assert [status for status, _ in answers] == [200] * 12  # all had the time to wait
         assert [text_of(answer) for _, answer in answers] == alone
         governor = server.responses.governor
@@ -177,9 +203,8 @@ def test_a_client_that_leaves_frees_its_memory(
 ) -> None:
     generated = count_steps(monkeypatch, alone)
     body = chat("Be brief.", LOG, max_tokens=100000, stream=stream, **alone)
-    connection = server.open(body)
-    eventually(lambda: generated and generated[0] > 3)
-    connection.close()
+    with contextlib.closing(server.open(body)):
+        eventually(lambda: generated and generated[0] > 3)
     eventually(lambda: len(server.responses.monitor.snapshot().live) == 0)
     eventually(lambda: server.responses.governor.in_flight == 0)
     now = generated[0]
@@ -216,7 +241,7 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, alone: dict[str, int]) -> list[
 def test_a_client_that_leaves_while_it_waits_is_never_begun(
     folder: str, estimate: Estimate
 ) -> None:
-    body = chat("Be brief.", LOG, max_tokens=400)
+    body = chat("Be brief.", LOG, max_tokens=4000)
     limit = worth(estimate, body, CONFIG) + 1000
     with (
         running(
@@ -226,9 +251,8 @@ def test_a_client_that_leaves_while_it_waits_is_never_begun(
     ):
         first = pool.submit(server.send, body)
         eventually(lambda: server.responses.governor.reserved > 0)
-        waiting = server.open(body)
-        eventually(lambda: len(server.responses.admission) == 1)
-        waiting.close()
+        with contextlib.closing(server.open(body)):
+            eventually(lambda: len(server.responses.admission) == 1)
         eventually(lambda: len(server.responses.admission) == 0)
         assert first.result()[0] == 200
         eventually(lambda: not server.responses.monitor.snapshot().live)

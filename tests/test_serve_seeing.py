@@ -16,6 +16,8 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvkeep.cli import serve as command
+from kvkeep.cli.main import build_parser
 from kvkeep.server import batching
 from serving import CHAT, TEXT, Running, chat, eventually, running, usage_of
 from tiny_folder import write_tiny_folder
@@ -341,6 +343,12 @@ def test_each_request_leaves_one_line(server: Running, caplog: pytest.LogCapture
     assert float(fine["queue_ms"]) + float(fine["prefill_ms"]) <= float(fine["ms"]) + 0.2
     assert float(fine["tok_s"]) > 0 and "tok_s" not in lines[2]
     assert not any("4711" in text or "secret" in text for text in caplog.messages)
+
+
+def test_json_lines_are_a_flag() -> None:
+    for flags, wanted in ((["--log-json"], True), ([], False)):
+        args, _ = build_parser().parse_known_args(["serve", *flags])
+        assert command.settings_of(args).log_json is wanted
 
 
 def test_lines_of_those_that_leave_and_those_that_fail(

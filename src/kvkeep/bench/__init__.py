@@ -38,12 +38,13 @@ from kvkeep.bench.rows import (
 )
 from kvkeep.bench.running import Report, run_bench
 from kvkeep.bench.tables import (
-    TextTable,
     decode_table,
     device_line,
     markdown,
+    mb_words,
     model_line,
     prompt_tables,
+    spread_words,
     tables,
     warnings,
 )
@@ -80,7 +81,6 @@ __all__ = [
     "Setting",
     "Spread",
     "SyntheticShape",
-    "TextTable",
     "Workload",
     "as_lines",
     "combined",
@@ -94,6 +94,7 @@ __all__ = [
     "is_busy",
     "load_average",
     "markdown",
+    "mb_words",
     "model_line",
     "names",
     "parse_lengths",
@@ -106,6 +107,7 @@ __all__ = [
     "require_writable",
     "run_bench",
     "seconds",
+    "spread_words",
     "stock_cache",
     "stock_prefill",
     "stock_reading",

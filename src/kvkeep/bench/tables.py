@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from kvkeep.bench.machine import Device, ModelFacts
 from kvkeep.bench.results import BenchReport, DecodeResult, PromptResult
 from kvkeep.bench.rows import compaction_rows, decode_rows, prefill_rows
 from kvkeep.bench.timing import Spread
+from kvkeep.pages import TextTable, markdown_table, markdown_text
 
 NOTHING = "–"
 _MB = 1e6
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table, its cells as they are shown. The first column holds names, the others figures.
-
-    Attributes:
-        title: what it is about.
-        headers: of the columns.
-        rows: as wide as the headers.
-        note: a sentence below it.
-    """
-
-    title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str
 
 
 def tables(report: BenchReport) -> list[TextTable]:
@@ -48,12 +29,12 @@ def decode_table(result: DecodeResult) -> TextTable:
         (
             row.run.name,
             f"{row.run.rows:,}",
-            _spread(row.speed, "{:,.1f}"),
-            _spread(row.against_exact, "{:.2f}"),
-            _spread(row.against_bound, "{:.2f}"),
-            _mb(row.run.live_nbytes),
-            _mb(row.run.allocated_nbytes),
-            _mb(row.run.peak_nbytes),
+            spread_words(row.speed, "{:,.1f}"),
+            spread_words(row.against_exact, "{:.2f}"),
+            spread_words(row.against_bound, "{:.2f}"),
+            mb_words(row.run.live_nbytes),
+            mb_words(row.run.allocated_nbytes),
+            mb_words(row.run.peak_nbytes),
         )
         for row in decode_rows(result)
     )
@@ -74,11 +55,11 @@ def prompt_tables(result: PromptResult) -> list[TextTable]:
         rows = tuple(
             (
                 row.name,
-                _spread(row.seconds, "{:.2f}"),
-                _spread(row.against_stock, "{:.3f}"),
-                _spread(row.after, "{:.3f}"),
-                _spread(row.share_after, "{:.1%}"),
-                _mb(row.peak_nbytes),
+                spread_words(row.seconds, "{:.2f}"),
+                spread_words(row.against_stock, "{:.3f}"),
+                spread_words(row.after, "{:.3f}"),
+                spread_words(row.share_after, "{:.1%}"),
+                mb_words(row.peak_nbytes),
                 NOTHING if row.peak_against_stock is None else f"{row.peak_against_stock:.3f}",
             )
             for row in read
@@ -100,12 +81,12 @@ def prompt_tables(result: PromptResult) -> list[TextTable]:
             str(row.compaction.setting),
             row.compaction.stored,
             f"{row.compaction.rows:,}",
-            _spread(row.score, "{:.3f}"),
-            _spread(row.compact, "{:.2f}", 1000),
-            _mb(row.compaction.exact_nbytes),
-            _mb(row.compaction.compact_nbytes),
+            spread_words(row.score, "{:.3f}"),
+            spread_words(row.compact, "{:.2f}", 1000),
+            mb_words(row.compaction.exact_nbytes),
+            mb_words(row.compaction.compact_nbytes),
             f"{row.live_share:.2f}",
-            _mb(row.compaction.compact_allocated),
+            mb_words(row.compaction.compact_allocated),
         )
         for row in compaction_rows(result)
     )
@@ -142,7 +123,7 @@ def device_line(device: Device) -> str:
 def model_line(model: ModelFacts) -> str:
     """Which model, in a line."""
     shape = f" ({model.synthetic})" if model.synthetic else ""
-    weights = f"{_mb(model.weights_nbytes)} MB of weights"
+    weights = f"{mb_words(model.weights_nbytes)} MB of weights"
     return f"{model.name}{shape}, K/V {model.dtype}, {weights}"
 
 
@@ -159,21 +140,14 @@ def warnings(report: BenchReport) -> list[str]:
 
 def markdown(report: BenchReport) -> str:
     """The whole report in Markdown."""
-    lines = ["# kvkeep bench", "", device_line(report.device), "", model_line(report.model), ""]
+    lines = ["# kvkeep bench", ""]
+    for line in (device_line(report.device), model_line(report.model)):
+        lines += [markdown_text(line), ""]
     for warning in warnings(report):
         lines += [f"**{warning}**", ""]
     for table in tables(report):
-        lines += [f"## {table.title}", "", *_markdown_rows(table), "", table.note, ""]
+        lines += [f"## {table.title}", "", *markdown_table(table), "", table.note, ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _markdown_rows(table: TextTable) -> list[str]:
-    rule = ["---", *("---:" for _ in table.headers[1:])]
-    return [_joined(row) for row in (table.headers, rule, *table.rows)]
-
-
-def _joined(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _rounds(count: int, what: str = "") -> str:
@@ -185,7 +159,8 @@ def _rounds(count: int, what: str = "") -> str:
     return f"Medians of {told}, interleaved, and the interval that holds them with {sure} certainty"
 
 
-def _spread(spread: Spread | None, form: str, factor: float = 1) -> str:
+def spread_words(spread: Spread | None, form: str, factor: float = 1) -> str:
+    """A median, and in brackets its interval where there is one."""
     if spread is None:
         return NOTHING
     middle, low, high = (
@@ -195,5 +170,6 @@ def _spread(spread: Spread | None, form: str, factor: float = 1) -> str:
     return middle if low == middle == high else f"{middle} ({low} – {high})"
 
 
-def _mb(amount: float) -> str:
+def mb_words(amount: float) -> str:
+    """Megabytes (decimal), without the unit."""
     return f"{amount / _MB:,.1f}" if amount >= _MB else f"{amount / _MB:.3f}"

@@ -35,14 +35,15 @@ from kvkeep.bench import (
     run_bench,
     tables,
     warnings,
-    write_text,
 )
 from kvkeep.cli.flags import refuse_together
 from kvkeep.cli.loading import is_path, load_model, mention_demo
 from kvkeep.cli.progress import LINE_EVERY
+from kvkeep.cli.reporting import add_report_flags, require_reports, write_reports
 from kvkeep.demo_model import DEMO_NAME
 from kvkeep.errors import ConfigError
 from kvkeep.generation import RECOMMENDED
+from kvkeep.reports import bench_page, bench_picture
 from kvkeep.spec import EvictionConfig
 
 FORMATS = ("table", "md", "json")
@@ -132,7 +133,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--show", metavar="FILE.jsonl", help="measure nothing: show what a file holds"
     )
-    parser.add_argument("--markdown", metavar="FILE.md", help="write the tables as Markdown")
+    add_report_flags(parser, "decode speed and bytes over the prompt's length")
     parser.add_argument(
         "--format", choices=FORMATS, default="table", help="on stdout (default: table)"
     )
@@ -149,11 +150,16 @@ def run(args: argparse.Namespace) -> int:
         BenchFileError: a file is of another device or model, damaged, or cannot be written.
         UnsupportedModelError: the model cannot be evicted.
     """
+    require_reports(args)
     load = load_average()
     console = Console(stderr=True)
     report = _shown(args) if args.show is not None else _measured(args, load, console)
-    if args.markdown:
-        write_text(Path(args.markdown), markdown(report))
+    write_reports(
+        args,
+        lambda origin: bench_page(report, origin),
+        lambda: markdown(report),
+        lambda: bench_picture(report),
+    )
     print_report(report, args.format)
     return 0
 
@@ -215,10 +221,8 @@ def _plan(args: argparse.Namespace, console: Console) -> BenchPlan:
     plan.require_evicting()
     if args.synthetic is not None:
         plan.require_replayable()
-    for flag in ("out", "markdown"):
-        given = getattr(args, flag)
-        if given is not None:
-            require_writable(Path(given))
+    if args.out is not None:
+        require_writable(Path(args.out))
     return plan
 
 

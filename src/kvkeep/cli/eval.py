@@ -15,6 +15,7 @@ from kvkeep.cli.eval_tables import tables
 from kvkeep.cli.loading import LoadedModel, load_model, mention_demo
 from kvkeep.cli.progress import step_progress
 from kvkeep.cli.report import print_table
+from kvkeep.cli.reporting import add_report_flags, require_reports, write_reports
 from kvkeep.errors import ConfigError
 from kvkeep.evaluation import (
     PROTOCOLS,
@@ -22,6 +23,7 @@ from kvkeep.evaluation import (
     Plan,
     Questions,
     Record,
+    Results,
     ResultsFile,
     TextPlan,
     Variant,
@@ -41,6 +43,7 @@ from kvkeep.evaluation import (
     variants_of,
 )
 from kvkeep.haystack import Haystack, prose_from_files
+from kvkeep.reports import eval_markdown, eval_page, eval_picture
 
 _POLICIES = ("span", "snapkv", "sink_recent")
 _BUDGETS = ("25%", "50%")
@@ -164,8 +167,11 @@ def _add_result_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--json", action="store_true", help="print the summary as JSON")
     group.add_argument(
-        "--show", metavar="FILE.jsonl", help="only print the summary of a results file"
+        "--show",
+        metavar="FILE.jsonl",
+        help="compute nothing: show what a results file holds, also of an interrupted run",
     )
+    add_report_flags(group, "score over budget")
     group.add_argument(
         "--export",
         metavar="FILE.jsonl",
@@ -180,8 +186,9 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a flag is out of range.
         EvaluationError: a file cannot be read or written, or is of another run.
     """
+    require_reports(args)
     if args.show is not None:
-        _print(args, read_results(args.show).records)
+        _present(args, read_results(args.show))
         return 0
     if args.model is None:
         raise ConfigError("--model is missing", expected="--model, or --show with a results file")
@@ -200,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_model(args.model, trust_remote_code=args.trust_remote_code)
     if args.export is not None:
         return _export(args, loaded.tokenizer, questions or Questions(), prose)
-    _print(args, _evaluated(args, loaded, variants, plan, texts, prose))
+    _present(args, _evaluated(args, loaded, variants, plan, texts, prose))
     return 0
 
 
@@ -231,7 +238,7 @@ def _evaluated(
     plan: Plan | None,
     texts: TextPlan | None,
     prose: Haystack | None,
-) -> tuple[Record, ...]:
+) -> Results:
     header = header_of(loaded.model, name=args.model, seed=args.seed, prose=prose_digest(prose))
     stem = Path(args.model).name or args.model
     output = args.output or f"eval-{stem}-seed{args.seed}.jsonl"
@@ -251,7 +258,7 @@ def _evaluated(
             line = f"interrupted; the same command goes on from {output}"
             Console(stderr=True).print(line, highlight=False, soft_wrap=True)
             raise
-    return records
+    return Results(header, records)
 
 
 def _harness(
@@ -274,8 +281,15 @@ def _harness(
         )
 
 
-def _print(args: argparse.Namespace, records: tuple[Record, ...]) -> None:
-    summary = summarise(records)
+def _present(args: argparse.Namespace, results: Results) -> None:
+    """Print the summary, and write the files that were asked for."""
+    write_reports(
+        args,
+        lambda origin: eval_page(results, origin),
+        lambda: eval_markdown(results),
+        lambda: eval_picture(results),
+    )
+    summary = summarise(results.records)
     if args.json:
         json.dump(dataclasses.asdict(summary), sys.stdout, indent=1)
         print()

@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if others and "mlx_flags" not in args:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     args.mlx_flags = others
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     if "run" not in args:
         parser.print_help()
         return 0

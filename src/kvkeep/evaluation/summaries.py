@@ -47,6 +47,7 @@ class TaskSummary:
             asked for some of them.
         rows: share of the compressed rows that stayed.
         nbytes: share of the K/V bytes that stayed.
+        turns: scores per turn, where every example has the same number of several turns.
     """
 
     task: str
@@ -57,6 +58,7 @@ class TaskSummary:
     exact: float | None
     rows: float
     nbytes: float
+    turns: tuple[Interval, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,14 @@ def _task(
         exact=_mean(known) if len(known) == len(full) else None,
         rows=_mean([r.rows / r.compressed_tokens for r in records]),
         nbytes=_mean([r.kv_bytes / max(r.exact_kv_bytes, 1) for r in records]),
+        turns=_turns([record.turn_scores for record in records]),
     )
+
+
+def _turns(scores: Sequence[Sequence[float]]) -> tuple[Interval, ...]:
+    counts = {len(turns) for turns in scores}
+    several = len(counts) == 1 and counts != {1}
+    return tuple(wilson(turn) for turn in zip(*scores, strict=True)) if several else ()
 
 
 def _fidelity(records: Sequence[FidelityRecord]) -> FidelitySummary:

@@ -31,24 +31,24 @@ def written(file_name: str | os.PathLike[str]) -> Iterator[Path]:
         raise OutputError(f"cannot write {path}", received=str(error)) from error
 
 
-def require_writable(file_name: str | os.PathLike[str], suffix: str) -> None:
+def require_writable(file_name: str | os.PathLike[str], *suffixes: str) -> None:
     """Refuse a name that `written` would fail on after the work was done.
 
     Args:
-        suffix: what the name must end in, such as ".png".
+        suffixes: what the name must end in, such as ".png" or ".svg"; none is anything.
 
     Raises:
         OutputError: another ending, or a folder of that name.
     """
     path = Path(file_name)
-    if path.suffix.lower() != suffix:
+    if suffixes and path.suffix.lower() not in suffixes:
         raise OutputError(
             "bad name for a file",
-            expected=f"a name that ends in {suffix}",
+            expected=f"a name that ends in {' or '.join(suffixes)}",
             received=str(path),
         )
     if path.is_dir():
-        raise OutputError(f"{path} is a folder", expected="the name of a file")
+        raise OutputError(f"cannot write {path}: it is a folder", expected="the name of a file")
     parent = path.parent
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent

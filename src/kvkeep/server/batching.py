@@ -155,7 +155,8 @@ class EvictingBatchGenerator(BatchGenerator):
         uids = super().insert_segments(*args, **kwargs)
         if plan is not None:
             self.plans[uids[0]] = plan
-            plan.placed, plan.sequence = True, self._unprocessed_sequences[-len(uids)]
+            _, _, max_tokens, _, _, *rest = self._unprocessed_sequences[-len(uids)]
+            plan.placed, plan.sequence = True, (max_tokens, *rest)  # without its cache
         return uids
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> Any:
@@ -177,12 +178,16 @@ class EvictingBatchGenerator(BatchGenerator):
                 kept.append(uid)
             else:
                 dropped[uid] = ([], tokens)
-        return {**super().extract_cache(kept), **dropped}
+        found = super().extract_cache(kept)
+        for uid, (layers, tokens) in found.items():
+            if (plan := self.plans.get(uid)) is not None and isinstance(layers, list):
+                found[uid] = (HeldLayers(layers, plan), tokens)
+        return {**found, **dropped}
 
     def _is_offered(self, plan: Plan | None, tokens: list[int]) -> bool:
         if plan is None:
             return True
-        compact = plan.hit is not None and plan.hit.entry.compacted_at > 0
+        compact = plan.hit is not None and plan.hit.compacted_at > 0
         if len(tokens) > plan.checkpoint or compact or plan.answered:
             return False
         share = allocated_nbytes(self._prompt_batch.prompt_cache) // len(self._prompt_batch)
@@ -204,6 +209,7 @@ class EvictingBatchGenerator(BatchGenerator):
         except Exception as error:
             prompted, generated = [], [*self._generation_batch.stepped, *self._recovered(error)]
         governors = self._governors()
+        self._let_go(generated)
         for response in generated:
             plan = self.plans.get(response.uid)
             if plan is None:
@@ -214,6 +220,14 @@ class EvictingBatchGenerator(BatchGenerator):
                 self._forget(response.uid)
         self._note(governors)
         return prompted, generated
+
+    def _let_go(self, generated: list[Any]) -> None:
+        """Part the batch and the requests that ended, layer by layer: lazy slices of a layer,
+        and the batch without them, would keep all its rows alive beside both."""
+        ended = [r.prompt_cache for r in generated if r.finish_reason and r.prompt_cache]
+        for index, layer in enumerate(self._generation_batch.prompt_cache if ended else ()):
+            parts = [cache[index] for cache in ended]
+            mx.eval([part.state for part in (layer, *parts) if not part.empty()])
 
     def _forget(self, uid: int) -> None:
         plan = self.plans.pop(uid, None)
@@ -284,7 +298,7 @@ class EvictingBatchGenerator(BatchGenerator):
 
     def _begin_again(self, uid: int, plan: Plan) -> None:
         assert plan.sequence is not None
-        _, _, max_tokens, _, _, *rest = plan.sequence
+        max_tokens, *rest = plan.sequence
         segments = [plan.prompt[:-1], plan.prompt[-1:]]
         cache = make_prompt_cache(self.model, self.max_kv_size)
         left = max_tokens - len(plan.answered)
@@ -312,7 +326,7 @@ def compact_asked(model: Any, tokens: list[int], cache: list[Any], plan: Plan) -
         kv.report = exact_report(len(tokens), cache, plan)
         return
     if plan.hit is not None:
-        before = plan.hit.entry.compacted_at
+        before = plan.hit.compacted_at
     if before and len(tokens) - before < max(kv.observed_tokens - 1, 1):
         plan.compacted_at = before
         kv.report = report_of(kv.config, kept_as_it_is(cache, len(tokens)), 0.0, plan)

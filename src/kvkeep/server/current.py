@@ -40,6 +40,21 @@ class Watcher(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Reused:
+    """What the prompt cache gave: not its entry, which may go while its request lives.
+
+    Attributes:
+        kind: "exact" or "compact".
+        tokens: that the layers hold.
+        compacted_at: tokens that they held when rows were last evicted; 0 is exact.
+    """
+
+    kind: str
+    tokens: int
+    compacted_at: int
+
+
 @dataclass(eq=False)
 class Plan:
     """A tokenized request, and how far it has come.
@@ -53,12 +68,13 @@ class Plan:
         checkpoint: tokens up to which its exact rows are offered to the prompt cache.
         keep: takes the exact layers of all but the prompt's last token, of a request that is
             evicted outside of a batch; None where they are not kept.
-        expected: what the prompt cache had for it when it was admitted.
+        expected: what the prompt cache has for it, until it is taken.
         hit: what the prompt cache gave, or None.
         compacted_at: tokens that its cache held when rows were last evicted; 0 is exact.
         governor: who is told how far it is.
         placed: whether a generator has it.
-        sequence: what mlx-lm's batch generator was given, to begin again from.
+        sequence: how mlx-lm's batch generator answers it (max_tokens, sampler, …), to begin
+            again with.
         answered: tokens that were sent; a request that begins again reads them.
     """
 
@@ -70,7 +86,7 @@ class Plan:
     checkpoint: int = 0
     keep: Callable[[list[Any]], None] | None = None
     expected: Hit | None = None
-    hit: Hit | None = None
+    hit: Reused | None = None
     compacted_at: int = 0
     governor: Watcher | None = None
     placed: bool = False

@@ -95,6 +95,10 @@ class MemoryGovernor:
         if self.limit is None:
             return True
         need = estimate.need(plan)
+        hit = plan.expected
+        if hit is not None and self._bound([need]) + hit.entry.nbytes > self.limit:
+            plan.expected = None  # there is no room for the entry and a copy of it
+            need = estimate.need(plan)
         if need.most > self.limit and (need := self._shrunk(plan, estimate, alone=True)) is None:
             raise self._too_large(plan, estimate.need(plan))
         if self._bound([need]) > self.limit:
@@ -183,7 +187,7 @@ class MemoryGovernor:
         return room if self._max_store is None else min(room, self._max_store)
 
     def _bound_store(self, keep: Hit | None = None) -> None:
-        """Entries go until what is left fits beside the live requests; `keep` goes last."""
+        """Entries go until what is left fits beside the live requests; `keep` fits."""
         bound = self._store_bound()
         self._store.max_nbytes = bound
         if bound is not None:

@@ -12,7 +12,7 @@ from kvkeep.errors import CacheError
 from kvkeep.reuse import Hit, PromptStore, StoredPrompt
 from kvkeep.reuse.store import ROLES
 from kvkeep.server import current
-from kvkeep.server.current import HeldLayers, Plan
+from kvkeep.server.current import HeldLayers, Plan, Reused
 from kvkeep.server.monitor import Stored
 
 _QUANTIZED = (QuantizedKVCache, PositionPreservingQuantizedKVCache)
@@ -43,27 +43,30 @@ class ServerPromptCache(PromptStore):
         """
         if not prompt_cache:
             return
+        layers = list(prompt_cache)
+        if isinstance(prompt_cache, HeldLayers):
+            prompt_cache.clear()  # mlx-lm's loop holds on to the list
         plan = prompt_cache.plan if isinstance(prompt_cache, HeldLayers) else current.peek()
         config, compacted_at = None, 0
-        if any(isinstance(layer, CompactCache) for layer in prompt_cache):
+        if any(isinstance(layer, CompactCache) for layer in layers):
             if not self.keep_compact or plan is None or not plan.compacted_at:
                 return
-            if any(isinstance(c, PositionPreservingQuantizedKVCache) for c in prompt_cache):
+            if any(isinstance(c, PositionPreservingQuantizedKVCache) for c in layers):
                 return  # its rows cannot be chosen again
             config, compacted_at = plan.kv.config, plan.compacted_at
-        held = min([len(tokens), *(c.offset for c in prompt_cache if hasattr(c, "offset"))])
+        held = min([len(tokens), *(c.offset for c in layers if hasattr(c, "offset"))])
         if held < max(compacted_at, 1):
             return
-        if any(getattr(c, "offset", held) != held for c in prompt_cache):
-            if not can_trim_prompt_cache(prompt_cache):
+        if any(getattr(c, "offset", held) != held for c in layers):
+            if not can_trim_prompt_cache(layers):
                 return
-            for layer in prompt_cache:
+            for layer in layers:
                 layer.trim(layer.offset - held)
         try:
             self.insert(
                 model,
                 tokens[:held],
-                list(prompt_cache),
+                layers,
                 config=config,
                 compacted_at=compacted_at,
                 role=cache_type,
@@ -79,18 +82,19 @@ class ServerPromptCache(PromptStore):
         At least one token is left: mlx-lm's generators do not take an empty prompt.
         """
         plan = current.peek() or Plan(current.KvRequest(), tokens)
-        plan.hit = self.look_up(model, tokens, plan)
-        if plan.hit is None:
+        hit, plan.expected, plan.hit = self.look_up(model, tokens, plan), None, None
+        if hit is None:
             plan.kv.entry.admitted(len(tokens))
             return None, tokens
         try:
-            layers = self.take(plan.hit)
+            layers = self.take(hit)
         except CacheError:
-            _log.exception("A cache of %d tokens cannot be reused", plan.hit.length)
-            plan.hit = None
+            _log.exception("A cache of %d tokens cannot be reused", hit.length)
+            plan.kv.entry.admitted(len(tokens))
             return None, tokens
-        plan.kv.entry.admitted(len(tokens), plan.hit.length, plan.hit.entry.kind)
-        return layers, tokens[plan.hit.length :]
+        plan.hit = Reused(hit.entry.kind, hit.length, hit.entry.compacted_at)
+        plan.kv.entry.admitted(len(tokens), hit.length, hit.entry.kind)
+        return layers, tokens[hit.length :]
 
     def look_up(self, model: Any, tokens: list[Any], plan: Plan) -> Hit | None:
         """What `fetch_nearest_cache` would take."""

@@ -55,8 +55,8 @@ def _report(
         "compact_ms": round(1000 * seconds, 3),
         "evicted": evicted,
         "reuse": {
-            "kind": "none" if hit is None else hit.entry.kind,
-            "tokens": 0 if hit is None else hit.length,
+            "kind": "none" if hit is None else hit.kind,
+            "tokens": 0 if hit is None else hit.tokens,
         },
         **({} if asked is None else {"asked_budget": asked}),
     }

@@ -49,10 +49,10 @@ def stream_generate(**options: Any) -> Generator[GenerationResponse, None, None]
 def _evicting(plan: Plan, options: dict[str, Any]) -> Iterator[GenerationResponse]:
     cache, model = options["prompt_cache"], options["model"]
     held = len(plan.prompt) - 1
-    if plan.hit is not None and plan.hit.entry.compacted_at and plan.hit.length == held:
-        plan.compacted_at = plan.hit.entry.compacted_at
+    if plan.hit is not None and plan.hit.compacted_at and plan.hit.tokens == held:
+        plan.compacted_at = plan.hit.compacted_at
         result = kept_as_it_is(cache[: len(model.layers)], held)
-        plan.kv.report = report_of(plan.hit.entry.config, result, 0.0, plan)
+        plan.kv.report = report_of(plan.kv.config, result, 0.0, plan)
     if plan.keep is not None:
         options["on_prefilled"] = plan.keep
     for response in generation.stream_generate(
@@ -88,5 +88,5 @@ def _report(
     if result.kv_layers:
         plan.compacted_at = held
     elif plan.hit is not None:
-        plan.compacted_at = plan.hit.entry.compacted_at
+        plan.compacted_at = plan.hit.compacted_at
     return report_of(config, result, result.times.score + result.times.compact, plan)
