@@ -26,7 +26,7 @@ STAMP := $(VENV)/.ready-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test soak lint format bench bench-serve needles build check-wheel clean models sweep
+.PHONY: help setup demo test soak lint format bench bench-serve needles build check-wheel clean models sweep PEERS := benchmarks/peers KVPRESS build/peers-kvpress VELOX build/peers-velox peers
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"
@@ -96,6 +96,13 @@ models: setup ## write docs/models.md anew: what eviction does on each model typ
 
 sweep: setup ## every model type under every policy and store (about half an hour)
 	$(PY) -m pytest tests/test_zoo.py -m ""
+peers: setup $(KVPRESS)/.ready $(VELOX)/.ready ## beside kvpress and veloxquant-mlx, each in an environment of its own (about two hours)
+	$(PY) $(PEERS)/peers.py --kvpress $(KVPRESS)/bin/python --velox $(VELOX)/bin/python $(PEERS_FLAGS)
+
+build/peers-%/.ready: $(PEERS)/requirements-%.txt | setup
+	$(PY) -m venv --clear build/peers-$*
+	build/peers-$*/bin/python -m pip install --quiet -r $<
+	touch $@
 
 build: setup ## the wheel, in dist/
 	rm -rf dist

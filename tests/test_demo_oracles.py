@@ -44,7 +44,7 @@ def prefilled(model: Any, tokens: list[int], step: int) -> list[Any]:
     return cache
 
 
-@pytest.mark.parametrize("step", [1, 7, 64, 2048])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 7, 64, 2048])
 def test_keeping_all_is_bit_equal_to_stock(demo_model: Any, step: int) -> None:
     model, tokenizer = demo_model
     tokens = tokenizer.encode(TEXT)

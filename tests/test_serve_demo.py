@@ -152,6 +152,7 @@ def test_four_turns(folder: str, keep_compact: bool) -> None:
     assert kinds == ["none", *["compact" if keep_compact else "exact"] * 3]
 
 
+@pytest.mark.slow
 def test_two_users_share_a_document(folder: str) -> None:
     system = {"role": "system", "content": document(5) + " " + document(6)}
     users = [

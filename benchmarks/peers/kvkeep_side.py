@@ -1,0 +1,136 @@
+"""Kvkeep's side: the prompts for all, and times. Its answers come from `kvkeep eval`.
+
+python kvkeep_side.py timings --prompts FILE --model FOLDER --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kvkeep  # a fast BLAS only counts if it comes before mlx
+
+# isort: split
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+from peer_answers import Prompt, Timing, read_prompts, weights_digest, write_timings
+from peer_plan import FULL, OWN, PAIRS
+
+from kvkeep.bench import Device, stock_prefill
+from kvkeep.compaction import prefill_and_compact
+from kvkeep.evaluation import variants_of
+from kvkeep.generation import repeat_prompt
+
+_STEPS = 24
+
+
+def prompts_of(export: Path, tokenizer: Any) -> Iterator[Prompt]:
+    """An export's prompts with their token ids, as all sides are to read them.
+
+    Raises:
+        ValueError: the ids are not as many as the export says, or a prompt has several turns.
+    """
+    _, *lines = export.read_text(encoding="utf-8").splitlines()
+    for line in map(json.loads, lines):
+        (turn,) = line["turns"]
+        text = line["context_text"] + turn["ask_text"]
+        ids = tokenizer.encode(text, add_special_tokens=not line["templated"])
+        if len(ids) != line["tokens"]:
+            raise ValueError(f"{line['task']} {line['index']}: {len(ids)} tokens")
+        yield Prompt(
+            line["task"],
+            line["index"],
+            text,
+            tuple(ids),
+            line["max_tokens"],
+            tuple(turn["answers"]),
+            line["scoring"],
+        )
+
+
+def timings(
+    model: Any, tokenizer: Any, prompt: Prompt, wanted: list[tuple[str, str]], rounds: int
+) -> list[Timing]:
+    """Prefill with eviction and decode steps after it, one value per round, interleaved."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in wanted}
+    for number in range(-1, rounds):  # the first round warms up
+        for key in wanted[:1] if number < 0 else wanted:
+            start = time.perf_counter()
+            cache = _prefilled(model, tokenizer, list(prompt.ids[:-1]), *key)
+            prefill = time.perf_counter() - start
+            step = _decode_step(model, cache, prompt.ids[-1])
+            if number >= 0:
+                found[key].append((prefill, step))
+            del cache
+            mx.clear_cache()
+    return [
+        Timing(*key, tuple(p for p, _ in values), tuple(s for _, s in values))
+        for key, values in found.items()
+    ]
+
+
+def _prefilled(
+    model: Any, tokenizer: Any, tokens: list[int], setting: str, budget: str
+) -> list[Any]:
+    if setting == FULL:
+        return stock_prefill(model, tokens, 2048)
+    planned = next(p for p in (*PAIRS, *OWN) if p.name == setting)
+    config = variants_of([planned.ours], [budget])[-1].config
+    assert config is not None
+    with mx.stream(generation_stream):
+        done = prefill_and_compact(
+            model,
+            tokens,
+            make_prompt_cache(model),
+            config,
+            step=2048,
+            repeat_prompt=repeat_prompt(tokenizer, config),
+        )
+        mx.eval([layer.state for layer in done.cache])
+    return done.cache
+
+
+def _decode_step(model: Any, cache: list[Any], token: int) -> float:
+    """Seconds of a step of mlx-lm's own loop, without an end."""
+    start = time.perf_counter()
+    for _ in generate_step(mx.array([token]), model, prompt_cache=cache, max_tokens=_STEPS):
+        pass
+    return (time.perf_counter() - start) / _STEPS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("timings",))
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--wanted", nargs="*", default=[], help="SETTING=BUDGET to time")
+    options = parser.parse_args()
+    model, tokenizer = mlx_lm.load(str(options.model))[:2]
+    wanted = [(FULL, "100%")]
+    wanted += [(w.rpartition("=")[0], w.rpartition("=")[2]) for w in options.wanted]
+    prompt = read_prompts(options.prompts)[0]
+    found = timings(model, tokenizer, prompt, wanted, options.rounds)
+    device = Device.present()
+    about = {
+        "side": "kvkeep",
+        "kvkeep": kvkeep.__version__,
+        "mlx": device.mlx,
+        "mlx-lm": device.mlx_lm,
+        "blas": device.blas,
+        "weights": weights_digest(options.model),
+    }
+    write_timings(options.out, about, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
