@@ -85,8 +85,9 @@ def test_prompts_are_the_exports_own_text_and_ids(peers: Any, tmp_path: Path) ->
     export_examples(export, tokenizer, questions.examples(tokenizer), {"seed": 5})
     prompts = list(peers.kvkeep_side.prompts_of(export, tokenizer))
     path = tmp_path / "prompts.jsonl"
-    peers.peer_answers.write_prompts(path, iter(prompts))
-    assert peers.peer_answers.read_prompts(path) == prompts
+    peers.peer_answers.write_prompts(path, {"seed": 5}, iter(prompts))
+    assert peers.peer_answers.read_prompts(path) == ({"seed": 5}, prompts)
+    assert peers.peer_answers.read_prompts(path, 1)[1] == prompts[:2]
     assert [(p.task, p.index) for p in prompts] == [
         ("needle-prose", 0),
         ("multi-key", 0),

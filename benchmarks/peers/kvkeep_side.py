@@ -117,7 +117,7 @@ def main() -> int:
     model, tokenizer = mlx_lm.load(str(options.model))[:2]
     wanted = [(FULL, "100%")]
     wanted += [(w.rpartition("=")[0], w.rpartition("=")[2]) for w in options.wanted]
-    prompt = read_prompts(options.prompts)[0]
+    prompt = read_prompts(options.prompts)[1][0]
     found = timings(model, tokenizer, prompt, wanted, options.rounds)
     device = Device.present()
     about = {

@@ -299,13 +299,11 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    prompts = read_prompts(options.prompts)
-    if options.limit is not None:
-        prompts = [prompt for prompt in prompts if prompt.index < options.limit]
+    asked, prompts = read_prompts(options.prompts, options.limit)
     with torch.no_grad():
         side = Side(options.model)
         if options.what == "answers":
-            answers(side, prompts, AnswerFile(options.out, about(options.model)))
+            answers(side, prompts, AnswerFile(options.out, {**about(options.model), **asked}))
         else:
             wanted = [(FULL, "100%")]
             wanted += [(w.rpartition("=")[0], w.rpartition("=")[2]) for w in options.wanted]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,18 +159,31 @@ def parsed(text: str, name: str) -> tuple[dict[str, Any], list[Answer]]:
     return first, answers
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts that `peers.py` wrote, those of small index first."""
-    return [
+def read_prompts(path: Path, limit: int | None = None) -> tuple[dict[str, Any], list[Prompt]]:
+    """What the prompts hang on, and the prompts that `peers.py` wrote, small indices first.
+
+    Args:
+        path: the file.
+        limit: prompts per task, at most; None is all.
+    """
+    about, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    prompts = [
         Prompt(**{**line, "ids": tuple(line["ids"]), "answers": tuple(line["answers"])})
-        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        for line in lines
     ]
+    return about, [prompt for prompt in prompts if limit is None or prompt.index < limit]
 
 
-def write_prompts(path: Path, prompts: Iterator[Prompt]) -> None:
-    """Write them, replacing the file when all are drawn."""
-    lines = [json.dumps(asdict(prompt), ensure_ascii=False) for prompt in prompts]
-    write(path, "".join(line + "\n" for line in lines))
+def write_prompts(path: Path, about: dict[str, Any], prompts: Iterable[Prompt]) -> None:
+    """Write them, replacing the file when all are drawn.
+
+    Args:
+        path: the file.
+        about: what they hang on but their number; answers to other ones are not mixed in.
+        prompts: small indices first.
+    """
+    lines = [about, *(asdict(prompt) for prompt in prompts)]
+    write(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
 def read_timings(path: Path) -> tuple[dict[str, Any], list[Timing]]:

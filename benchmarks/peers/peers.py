@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from peer_answers import read, read_prompts, read_timings, write, write_prompts
 from peer_judging import judged, own_answers
@@ -32,12 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     model = demo_model()
-    header = draw(options, model)
+    if not options.report_only:
+        draw(options, model)
     sides = commands(options, model)
     failed = {} if options.report_only else run(sides["answers"], options.together, folder)
     if not options.report_only and not options.no_timings:
         failed |= run(sides["timings"], False, folder)
-    text = markdown(gathered(options, header, failed))
+    text = markdown(gathered(options, failed))
     write(options.report, text)
     print(text)
     return 0
@@ -50,20 +50,20 @@ def demo_model() -> Path:
     return Path(resolve_model("demo"))
 
 
-def draw(options: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """Write the prompts, by `kvkeep eval --export`; returns what they hang on."""
-    export, prompts = options.folder / "export.jsonl", options.folder / "prompts.jsonl"
-    if not options.report_only:
-        subprocess.run(
-            [*_kvkeep_eval(options), "--export", str(export)], check=True, stdout=subprocess.DEVNULL
-        )
-        import mlx_lm
-        from kvkeep_side import prompts_of
+def draw(options: argparse.Namespace, model: Path) -> None:
+    """Write the prompts, by `kvkeep eval --export`."""
+    import mlx_lm
+    from kvkeep_side import prompts_of
 
-        tokenizer = mlx_lm.utils.load_tokenizer(model)
-        write_prompts(prompts, prompts_of(export, tokenizer))
+    export = options.folder / "export.jsonl"
+    subprocess.run(
+        [*_kvkeep_eval(options), "--export", str(export)], check=True, stdout=subprocess.DEVNULL
+    )
     with export.open(encoding="utf-8") as file:
-        return json.loads(file.readline())
+        header = json.loads(file.readline())
+    about = {"seed": header["seed"], "prose": header["prose"], "length": options.tokens}
+    tokenizer = mlx_lm.utils.load_tokenizer(model)
+    write_prompts(options.folder / "prompts.jsonl", about, prompts_of(export, tokenizer))
 
 
 def _kvkeep_eval(options: argparse.Namespace) -> list[str]:
@@ -168,10 +168,10 @@ def run(sides: dict[str, list[str]], together: bool, folder: Path) -> dict[str, 
     return failed
 
 
-def gathered(options: argparse.Namespace, header: dict[str, Any], failed: dict[str, str]) -> Report:
+def gathered(options: argparse.Namespace, failed: dict[str, str]) -> Report:
     """All that is in the folder."""
     folder: Path = options.folder
-    prompts = [p for p in read_prompts(folder / "prompts.jsonl") if p.index < options.prompts]
+    header, prompts = read_prompts(folder / "prompts.jsonl", options.prompts)
     scores, versions = {"kvkeep": judged(own_answers(folder / "kvkeep.jsonl"), prompts)}, {}
     with (folder / "kvkeep.jsonl").open(encoding="utf-8") as file:
         versions["kvkeep"] = json.loads(file.readline())

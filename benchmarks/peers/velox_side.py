@@ -55,12 +55,10 @@ def main() -> int:
         **{name: importlib.metadata.version(name) for name in names},
         "weights": weights_digest(options.model),
     }
-    prompts = read_prompts(options.prompts)
-    if options.limit is not None:
-        prompts = [prompt for prompt in prompts if prompt.index < options.limit]
+    asked, prompts = read_prompts(options.prompts, options.limit)
     side = Side(options.model)
     if options.what == "answers":
-        side.answers(prompts, AnswerFile(options.out, told))
+        side.answers(prompts, AnswerFile(options.out, {**told, **asked}))
     else:
         wanted = [(FULL, "100%")]
         wanted += [(w.rpartition("=")[0], w.rpartition("=")[2]) for w in options.wanted]
