@@ -15,11 +15,15 @@ import numpy as np
 import pytest
 
 from evaluations import chat_tokenizer, evaluated, plan_of
+from kvkeep import EvictionConfig, compact_prompt_cache
+from kvkeep.caches.retain import held_rows
 from kvkeep.evaluation import Questions, export_examples, variants_of
 from kvkeep.spec import Budget
+from tiny_models import random_tokens, tiny_llama
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "peers"
-MODULES = ("peer_plan", "peer_answers", "peer_judging", "peer_report", "kvkeep_side", "peers")
+MODULES = ("peer_plan", "peer_answers", "peer_judging", "peer_report", "kvkeep_side")
+MODULES += ("velox_side", "peers")
 
 
 @pytest.fixture
@@ -250,6 +254,58 @@ def test_the_best_of_kvpress_is_the_mean_over_all_prompts(peers: Any) -> None:
     assert peers.peer_judging.best_of(theirs, "25%") == [("kvzip", 1.0), ("snapkv", 0.5)]
 
 
+def test_rows_come_back_and_are_compared(peers: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    one, other = prompt(peers, index=0), prompt(peers, index=1)
+    key = peers.peer_answers.rows_key
+    ours = {key(p, "snapkv", "25%"): rng.random((2, 3, 40)) < 0.5 for p in (one, other)}
+    theirs = {name: kept.copy() for name, kept in ours.items()}
+    theirs[key(one, "snapkv", "50%")] = np.ones((2, 3, 40), np.bool_)
+    peers.peer_answers.write_rows(tmp_path / "new" / "rows.npz", ours)
+    again = peers.peer_answers.read_rows(tmp_path / "new" / "rows.npz")
+    same_rows = peers.peer_judging.same_rows
+    assert same_rows(again, theirs, "snapkv", "25%") == 1.0
+    assert same_rows(again, theirs, "snapkv", "50%") is None
+    kept = theirs[key(one, "snapkv", "25%")]
+    total = sum(np.count_nonzero(rows) for rows in ours.values())
+    kept[tuple(np.argwhere(kept)[0])] = False
+    assert same_rows(again, theirs, "snapkv", "25%") == (total - 1) / total
+
+
+def test_kept_rows_of_every_store_are_told(peers: Any) -> None:
+    model, tokens = tiny_llama(), random_tokens(200)
+    for options in ({}, {"allocation": "adaptive"}, {"store": "union"}, {"store": "shared"}):
+        config = EvictionConfig.parse({"policy": "snapkv", "window": 8, "budget": 40, **options})
+        result = compact_prompt_cache(model, tokens, config=config)
+        for layer in result.cache:
+            kept = peers.kvkeep_side._kept(layer, 200)
+            counts = [len(positions) for positions in held_rows(layer).positions]
+            assert kept.sum(axis=1).tolist() == counts
+
+
+class FakeCache:
+    """Keeps `rows` of a prompt and appends each step's row; its buffer is of no concern."""
+
+    def __init__(self, rows: int) -> None:
+        self.held = rows
+
+    def update_and_fetch(self, keys: np.ndarray, values: np.ndarray) -> Any:
+        if keys.shape[2] > 1:
+            return keys, values
+        self.held += 1
+        return (np.zeros((1, 2, self.held, 4), np.float16),) * 2
+
+
+def test_rows_of_a_peer_are_those_of_its_first_step(peers: Any) -> None:
+    cache = [FakeCache(5), FakeCache(7)]
+    watched = peers.velox_side.Watched(cache)
+    for length in (30, 1, 1):
+        for layer in cache:
+            layer.update_and_fetch(*(np.zeros((1, 2, length, 4), np.float16),) * 2)
+    assert watched.rows == [5, 7]
+    assert watched.nbytes == 2 * 2 * 4 * 2 * (5 + 7)
+
+
 # -- the report ----------------------------------------------------------------------------
 
 
@@ -278,7 +334,7 @@ def test_every_row_behind_is_named_with_what_was_said(peers: Any) -> None:
     assert "- t, 25%: 0.50 against 1.00" in behind
     assert "prompt 1: `1 of snapkv` · `0 of snapkv`" in behind
     assert "**tova**: 0 of 1 rows behind, 1 ahead" in behind
-    assert "| tova | 25% | 1.00 | 0.00 | +1.00 (+1.00 to +1.00) | 4 : 0 | 0/4 | better |" in text
+    assert "| tova | 25% | 1.00 | 0.00 | +1.00 (+1.00 to +1.00) | 4 : 0 | 0/4 |  | better |" in text
     assert "Same text as kvpress's on 4 of 4 prompts" in text
     for told in ("2026-01-02", "seed 9", "kvpress 0.5.5", "kvkeep 1.2", "make peers"):
         assert told in text
@@ -289,7 +345,7 @@ def test_the_count_of_rows_within_noise_leaves_out_the_worse(peers: Any) -> None
     theirs = scored(peers, "snapkv", [1, 1, 1, 1]) | scored(peers, "tova", [1, 1, 1, 1])
     text = report_of(peers, ours, theirs)
     assert "1 of 2 within noise of kvpress or better." in text
-    assert "0.00 | 1.00 | -1.00 (-1.00 to -1.00) | 0 : 4 | 0/4 | worse |" in text
+    assert "0.00 | 1.00 | -1.00 (-1.00 to -1.00) | 0 : 4 | 0/4 |  | worse |" in text
 
 
 def test_the_recommended_setting_stands_against_the_best(peers: Any) -> None:

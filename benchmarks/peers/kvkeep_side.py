@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,24 @@ import kvkeep  # a fast BLAS only counts if it comes before mlx
 # isort: split
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
-from peer_answers import Prompt, Timing, read_prompts, weights_digest, write_timings
-from peer_plan import FULL, OWN, PAIRS
+from peer_answers import (
+    Prompt,
+    Timing,
+    read_prompts,
+    rows_key,
+    weights_digest,
+    write_rows,
+    write_timings,
+)
+from peer_plan import BUDGETS, FULL, OWN, PAIRS, ROWS_PROMPTS
 
 from kvkeep.bench import Device, stock_prefill
+from kvkeep.caches import row_groups
 from kvkeep.compaction import prefill_and_compact
-from kvkeep.evaluation import variants_of
+from kvkeep.evaluation import evicted, read, variants_of
 from kvkeep.generation import repeat_prompt
 
 _STEPS = 24
@@ -53,6 +63,33 @@ def prompts_of(export: Path, tokenizer: Any) -> Iterator[Prompt]:
             tuple(turn["answers"]),
             line["scoring"],
         )
+
+
+def rows(model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> dict[str, np.ndarray]:
+    """Which rows each pair's setting keeps: bool [L, H_kv, T] by prompt, setting and budget."""
+    found = {}
+    for prompt in prompts:
+        for pair in PAIRS:
+            variants = variants_of([pair.ours], BUDGETS)[1:]
+            configs = [variant.config for variant in variants if variant.config is not None]
+            with mx.stream(generation_stream):
+                repeat = repeat_prompt(tokenizer, configs[0])
+                reading = read(model, prompt.ids[:-1], configs, repeat=repeat)
+                for budget, config in zip(BUDGETS, configs, strict=True):
+                    cache = evicted(reading, config).cache
+                    kept = np.stack([_kept(layer, reading.length) for layer in cache])
+                    found[rows_key(prompt, pair.name, budget)] = kept
+            mx.clear_cache()
+    return found
+
+
+def _kept(layer: Any, length: int) -> np.ndarray:
+    """Bool [H_kv, T]: the rows that a layer holds."""
+    groups = row_groups(layer)
+    kept = np.zeros((groups[0].layer_heads, length), np.bool_)
+    for group in groups:
+        kept[group.heads[:, None], group.positions] = True
+    return kept
 
 
 def timings(
@@ -107,7 +144,7 @@ def _decode_step(model: Any, cache: list[Any], token: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("timings",))
+    parser.add_argument("what", choices=("rows", "timings"))
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -115,10 +152,13 @@ def main() -> int:
     parser.add_argument("--wanted", nargs="*", default=[], help="SETTING=BUDGET to time")
     options = parser.parse_args()
     model, tokenizer = mlx_lm.load(str(options.model))[:2]
+    prompts = read_prompts(options.prompts)[1]
+    if options.what == "rows":
+        write_rows(options.out, rows(model, tokenizer, prompts[:ROWS_PROMPTS]))
+        return 0
     wanted = [(FULL, "100%")]
     wanted += [(w.rpartition("=")[0], w.rpartition("=")[2]) for w in options.wanted]
-    prompt = read_prompts(options.prompts)[1][0]
-    found = timings(model, tokenizer, prompt, wanted, options.rounds)
+    found = timings(model, tokenizer, prompts[0], wanted, options.rounds)
     device = Device.present()
     about = {
         "side": "kvkeep",

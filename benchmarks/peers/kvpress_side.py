@@ -1,7 +1,7 @@
 # pyright: reportMissingImports=false
 """Kvpress's side: runs in its own environment, without kvkeep or MLX.
 
-    python kvpress_side.py answers|timings --prompts FILE --model FOLDER --out FILE
+    python kvpress_side.py answers|rows|timings --prompts FILE --model FOLDER --out FILE
 
 Each prompt is prefilled once. Kvpress compresses in a hook that runs after a layer's attention,
 so a press changes nothing that later layers see of the prompt: each press's own `forward_hook` is
@@ -27,6 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import kvpress
+import numpy as np
 import torch
 import transformers
 from peer_answers import (
@@ -35,10 +36,12 @@ from peer_answers import (
     Prompt,
     Timing,
     read_prompts,
+    rows_key,
     weights_digest,
+    write_rows,
     write_timings,
 )
-from peer_plan import BUDGETS, FULL, PAIRS, Pair, ratio_of
+from peer_plan import BUDGETS, FULL, PAIRS, ROWS_PROMPTS, Pair, ratio_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 transformers.utils.logging.disable_progress_bar()
@@ -243,6 +246,32 @@ def caches(
         yield (FULL, "100%"), copy.deepcopy(read.cache)
 
 
+def rows(side: Side, prompts: list[Prompt]) -> dict[str, np.ndarray]:
+    """Which rows each press leaves: bool [L, H_kv, T] by prompt, setting and budget."""
+    found = {}
+    wanted = [(pair.name, budget) for pair in PAIRS for budget in BUDGETS]
+    for prompt in prompts:
+        read = side.prefilled(side.ids(prompt))
+        for (setting, budget), cache in caches(side, read, wanted):
+            layers = zip(attentions(side.model), read.cache.layers, cache.layers, strict=True)
+            kept = np.stack([kept_of(*layer) for layer in layers])
+            found[rows_key(prompt, setting, budget)] = kept
+    return found
+
+
+def kept_of(attention: Any, exact: Any, compressed: Any) -> np.ndarray:
+    """Bool [H_kv, T]: the exact rows that are there, found by their keys, and not masked."""
+    before, after = exact.keys[0].numpy(), compressed.keys[0].numpy()
+    kept = np.zeros(before.shape[:2], np.bool_)
+    for head in range(len(before)):
+        position = {row.tobytes(): at for at, row in enumerate(before[head])}
+        kept[head, [position[row.tobytes()] for row in after[head]]] = True
+    mask = getattr(attention, "masked_key_indices", None)
+    if mask is not None:
+        kept[mask[1].numpy(), mask[2].numpy()] = False
+    return kept
+
+
 def timings(side: Side, prompt: Prompt, wanted: list[tuple[str, str]], rounds: int) -> list[Timing]:
     """Prefill under each press and decode steps after it, one value per round, interleaved."""
     ids, pairs = side.ids(prompt), {pair.name: pair for pair in PAIRS}
@@ -289,7 +318,7 @@ def about(folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("answers", "timings"))
+    parser.add_argument("what", choices=("answers", "rows", "timings"))
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -304,6 +333,8 @@ def main() -> int:
         side = Side(options.model)
         if options.what == "answers":
             answers(side, prompts, AnswerFile(options.out, {**about(options.model), **asked}))
+        elif options.what == "rows":
+            write_rows(options.out, rows(side, prompts[:ROWS_PROMPTS]))
         else:
             wanted = [(FULL, "100%")]
             wanted += [(w.rpartition("=")[0], w.rpartition("=")[2]) for w in options.wanted]

@@ -1,14 +1,16 @@
-"""Answers as JSON lines that a run goes on from. Standard library only: peers import it."""
+"""Answers as JSON lines that a run goes on from. Standard library and NumPy: peers import it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 #: (task, index, setting, budget).
 Key = tuple[str, int, str, str]
@@ -198,6 +200,25 @@ def read_timings(path: Path) -> tuple[dict[str, Any], list[Timing]]:
 def write_timings(path: Path, about: dict[str, Any], timings: list[Timing]) -> None:
     """One JSON file."""
     write(path, json.dumps({"about": about, "timings": [asdict(t) for t in timings]}, indent=1))
+
+
+def rows_key(prompt: Prompt, setting: str, budget: str) -> str:
+    """Name of the rows that a setting keeps of a prompt."""
+    return f"{prompt.task} {prompt.index} | {setting} | {budget}"
+
+
+def write_rows(path: Path, kept: Mapping[str, np.ndarray]) -> None:
+    """Write which rows are kept, bool [L, H_kv, T] by `rows_key`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".new-{path.name}")
+    np.savez_compressed(temporary, **kept)  # type: ignore[arg-type]
+    os.replace(temporary, path)
+
+
+def read_rows(path: Path) -> dict[str, np.ndarray]:
+    """What `write_rows` wrote."""
+    with np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
 
 
 def write(path: Path, text: str) -> None:

@@ -192,6 +192,26 @@ def rows(ours: Scores, theirs: Scores, tasks: Sequence[str]) -> list[Row]:
     return found
 
 
+def same_rows(
+    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], name: str, budget: str
+) -> float | None:
+    """Share of the rows that both keep, of those that the side which keeps more keeps.
+
+    Args:
+        ours, theirs: bool [L, H_kv, T] by `rows_key`.
+        name, budget: the setting.
+
+    Returns:
+        Over all prompts of both sides; None where there is none.
+    """
+    both = most = 0
+    for key, mine in ours.items():
+        if key.split(" | ")[1:] == [name, budget] and key in theirs:
+            both += np.count_nonzero(mine & theirs[key])
+            most += max(np.count_nonzero(mine), np.count_nonzero(theirs[key]))
+    return both / most if most else None
+
+
 def best_of(theirs: Scores, budget: str) -> list[tuple[str, float]]:
     """Kvpress's settings at a budget with their mean over all prompts, best first."""
     found = []

@@ -9,8 +9,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from peer_answers import Prompt, Timing
-from peer_judging import Difference, Row, Scores, best_of, difference, mean_bytes, rate, rows
+from peer_judging import (
+    Difference,
+    Row,
+    Scores,
+    best_of,
+    difference,
+    mean_bytes,
+    rate,
+    rows,
+    same_rows,
+)
 from peer_plan import BUDGETS, FULL, OWN, PAIRS, RECOMMENDED, VELOX
 
 BEST_AT = "25%"
@@ -29,6 +40,7 @@ class Report:
         scores: by side: "kvkeep", "kvpress", "velox".
         versions: first line of each side's answers.
         times: by side, what they were taken with and the times.
+        kept: by side, which rows each setting kept of a few prompts.
         failed: the end of the log of each side that could not run.
         notes: Markdown written by a person.
     """
@@ -40,6 +52,7 @@ class Report:
     scores: Mapping[str, Scores]
     versions: Mapping[str, Mapping[str, Any]]
     times: Mapping[str, tuple[Mapping[str, Any], Sequence[Timing]]] = field(default_factory=dict)
+    kept: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     notes: str = ""
 
@@ -60,7 +73,7 @@ def markdown(report: Report) -> str:
     ]
     if found:
         parts += [
-            _together(found),
+            _together(found, report),
             _best(report.scores["kvkeep"], theirs),
             _shipped(report.scores["kvkeep"], theirs),
         ]
@@ -123,20 +136,24 @@ def _full(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _together(found: Sequence[Row]) -> str:
+def _together(found: Sequence[Row], report: Report) -> str:
     lines = [
         "## Policies that both have, by the same rule",
         "",
         "All tasks together; kvkeep's options are set to kvpress's (window 64, kernel 5, no sinks"
-        " or recent rows beyond the press's own).",
+        " or recent rows beyond the press's own). Same rows: the share of kept rows that both keep,"
+        " over layers and heads of the first prompts.",
         "",
         _cells(
-            "policy", "budget", "kvkeep", "kvpress", "difference", "won : lost", "same text", ""
+            *("policy", "budget", "kvkeep", "kvpress", "difference", "won : lost"),
+            *("same text", "same rows", ""),
         ),
-        _cells(*["---"] * 8),
+        _cells(*["---"] * 9),
     ]
+    kept, other = (report.kept.get(side, {}) for side in ("kvkeep", "kvpress"))
     for row in (row for row in found if not row.task):
         d = row.difference
+        same = same_rows(kept, other, row.name, row.budget)
         lines.append(
             _cells(
                 row.name,
@@ -146,6 +163,7 @@ def _together(found: Sequence[Row]) -> str:
                 _interval(d),
                 f"{d.won} : {d.lost}",
                 f"{d.same_text}/{d.count}",
+                "" if same is None else f"{100 * same:.2f} %",
                 d.verdict,
             )
         )
@@ -206,7 +224,7 @@ def _velox(report: Report) -> str:
     lines = [
         head,
         "",
-        "Budgets are its row budgets; it stores float16.",
+        "Its budget is in rows per head, as many as the share gives.",
         "",
         _cells("method", "budget", "score", "rows", "MB held", "kvkeep", "difference", ""),
         _cells(*["---"] * 8),

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from peer_answers import read, read_prompts, read_timings, write, write_prompts
+from peer_answers import read, read_prompts, read_rows, read_timings, write, write_prompts
 from peer_judging import judged, own_answers
 from peer_plan import BUDGETS, LENGTH, OWN, PAIRS, RECOMMENDED, SEED, TASKS, VELOX
 from peer_report import Report, markdown
@@ -34,9 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.report_only:
         draw(options, model)
     sides = commands(options, model)
-    failed = {} if options.report_only else run(sides["answers"], options.together, folder)
-    if not options.report_only and not options.no_timings:
-        failed |= run(sides["timings"], False, folder)
+    failed: dict[str, str] = {}
+    if not options.report_only:
+        failed |= run(sides["answers"], options.together, folder)
+        if options.kvpress is not None and not (folder / "kvpress-rows.npz").exists():
+            failed |= run(sides["rows"], options.together, folder)
+        if not options.no_timings:
+            failed |= run(sides["timings"], False, folder)
     text = markdown(gathered(options, failed))
     write(options.report, text)
     print(text)
@@ -100,6 +104,13 @@ def commands(options: argparse.Namespace, model: Path) -> dict[str, dict[str, li
     pairs = [pair.name for pair in PAIRS]
     own = [setting.name for setting in OWN]
     methods = [velox.name for velox in VELOX]
+    rows = {
+        "kvkeep": [
+            *(sys.executable, str(HERE / "kvkeep_side.py"), "rows", *files),
+            *out("kvkeep-rows.npz"),
+        ],
+        "kvpress": [*kvpress, "rows", *files, *out("kvpress-rows.npz")],
+    }
     timings = {
         "kvkeep": [
             *(sys.executable, str(HERE / "kvkeep_side.py"), "timings", *files),
@@ -122,11 +133,12 @@ def commands(options: argparse.Namespace, model: Path) -> dict[str, dict[str, li
         ],
     }
     skipped = {"kvpress": options.kvpress, "velox": options.velox}
-    for phase in (answers, timings):
+    phases = {"answers": answers, "rows": rows, "timings": timings}
+    for phase in phases.values():
         for side, python in skipped.items():
             if python is None:
-                del phase[side]
-    return {"answers": answers, "timings": timings}
+                phase.pop(side, None)
+    return phases
 
 
 def timed(names: list[str]) -> list[str]:
@@ -183,6 +195,10 @@ def gathered(options: argparse.Namespace, failed: dict[str, str]) -> Report:
     for side in ("kvkeep", "kvpress", "velox"):
         if (path := folder / f"{side}-times.json").exists():
             times[side] = read_timings(path)
+    kept = {}
+    for side in ("kvkeep", "kvpress"):
+        if (path := folder / f"{side}-rows.npz").exists():
+            kept[side] = read_rows(path)
     notes = "" if options.notes is None else options.notes.read_text(encoding="utf-8")
     return Report(
         date=options.date,
@@ -192,6 +208,7 @@ def gathered(options: argparse.Namespace, failed: dict[str, str]) -> Report:
         scores=scores,
         versions=versions,
         times=times,
+        kept=kept,
         failed=failed,
         notes=notes,
     )

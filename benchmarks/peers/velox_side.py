@@ -16,7 +16,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class Side:
             return make_prompt_cache(self.model)
         method = next(velox for velox in VELOX if velox.name == setting)
         rows = rows_of(budget, length)
-        options = {name: _number(value.format(rows=rows)) for name, value in method.options.items()}
+        options = {name: int(value.format(rows=rows)) for name, value in method.options.items()}
         dim = self.model.args.head_dim or self.model.args.hidden_size
         config = KVCacheConfig(method=method.method, head_dim=dim, **options)
         return KVCacheBuilder.for_model(self.model, config)
@@ -116,16 +116,15 @@ class Side:
             prompt.require_ids(ids)
             for setting, budget in missing:
                 cache = self.cache(setting, budget, len(ids) - 1)
-                said: list[int] = []
-                rows, held = 0.0, 0
+                watched, said = Watched(cache), []
                 for token in self.steps(ids, cache, prompt.max_tokens):
-                    if not said:
-                        rows, held = measured(cache)
                     if token in self.tokenizer.eos_token_ids:
                         break
                     said.append(token)
                 text = self.tokenizer.decode(said)
-                file.add(Answer(prompt.task, prompt.index, setting, budget, text, rows, held))
+                rows = sum(watched.rows) / len(watched.rows)
+                where = (prompt.task, prompt.index, setting, budget)
+                file.add(Answer(*where, text, rows, watched.nbytes))
             took = time.perf_counter() - start
             words = f"{number + 1}/{len(prompts)}: {prompt.task}, {took:.0f} s"
             print(f"veloxquant-mlx {words}", flush=True)
@@ -152,21 +151,36 @@ class Side:
         ]
 
 
-def measured(cache: list[Any]) -> tuple[float, int]:
-    """Rows per head that attention sees (the mean), and their bytes.
+class Watched:
+    """What attention gets of a cache in the first step after the prompt, its own row left out.
 
-    Read when the first token is there: the prompt's last token, and at most the step that
-    mlx-lm runs ahead, are among them. Rows of the buffer that hold nothing are left out.
+    The caches' own counters differ by method, and their buffers have room to grow.
+
+    Attributes:
+        rows: per layer.
+        nbytes: of K and V, all layers together.
     """
-    rows = [layer.state[0] for layer in cache]
-    held = sum(layer.state[0].nbytes + layer.state[1].nbytes for layer in cache)
-    return sum(keys.shape[2] for keys in rows) / len(rows), held
 
+    def __init__(self, cache: list[Any]) -> None:
+        self.rows: list[int] = []
+        self.nbytes = 0
+        for layer in cache:
+            layer.update_and_fetch = self._watching(layer.update_and_fetch)
 
-def _number(text: str) -> int:
-    """The value of "120" or "120-4"."""
-    first, *rest = text.split("-")
-    return int(first) - sum(map(int, rest))
+    def _watching(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        seen = False
+
+        def watched(keys: Any, values: Any, *more: Any) -> Any:
+            nonlocal seen
+            held = fetch(keys, values, *more)
+            if keys.shape[2] == 1 and not seen:
+                seen = True
+                rows = held[0].shape[2] - 1
+                self.rows.append(rows)
+                self.nbytes += sum(array.nbytes // (rows + 1) * rows for array in held)
+            return held
+
+        return watched
 
 
 if __name__ == "__main__":
