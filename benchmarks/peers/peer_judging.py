@@ -209,7 +209,7 @@ def same_rows(
         if key.split(" | ")[1:] == [name, budget] and key in theirs:
             both += np.count_nonzero(mine & theirs[key])
             most += max(np.count_nonzero(mine), np.count_nonzero(theirs[key]))
-    return both / most if most else None
+    return float(both / most) if most else None
 
 
 def best_of(theirs: Scores, budget: str) -> list[tuple[str, float]]:
