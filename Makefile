@@ -26,7 +26,11 @@ STAMP := $(VENV)/.ready-$(EXTRAS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test soak lint format bench bench-serve needles build check-wheel clean models sweep PEERS := benchmarks/peers KVPRESS build/peers-kvpress VELOX build/peers-velox peers
+PEERS    := benchmarks/peers
+KVPRESS  := build/peers-kvpress
+VELOX    := build/peers-velox
+
+.PHONY: help setup demo test soak lint format bench bench-serve needles models sweep peers build check-wheel clean
 
 help: ## this list
 	@echo "make TARGET, where TARGET is one of"

@@ -18,6 +18,7 @@ from evaluations import chat_tokenizer, evaluated, plan_of
 from kvkeep import EvictionConfig, compact_prompt_cache
 from kvkeep.caches.retain import held_rows
 from kvkeep.evaluation import Questions, export_examples, variants_of
+from kvkeep.evaluation.records import TaskRecord
 from kvkeep.spec import Budget
 from tiny_models import random_tokens, tiny_llama
 
@@ -194,7 +195,8 @@ def test_kvkeeps_answers_go_by_the_plans_names(
         ("shipped", "25%"),
         ("shipped", "50%"),
     ]
-    by_bytes = {record.kv_bytes for record in records if record.policy in ("snapkv", "knorm")}
+    answers = [record for record in records if isinstance(record, TaskRecord)]
+    by_bytes = {record.kv_bytes for record in answers if record.policy in ("snapkv", "knorm")}
     assert {one.held_bytes for one in found if one.setting != "full cache"} == by_bytes
 
 
