@@ -149,7 +149,7 @@ def _can_score(model: Any, found: Any, name: str) -> bool:
 def _stores(model: Any, facts: ModelFacts) -> tuple[str, ...]:
     if facts.heads_alike:
         return ("shared",)
-    single = ("shared", "per-head", "union")
+    single = ("shared", "per-head", *(() if facts.masks_of_their_own else ("union",)))
     return single if stand_in_fault(model) else (*single, "ragged")
 
 

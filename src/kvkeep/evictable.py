@@ -133,7 +133,8 @@ def require_possible(
         require_one_count(allocation)
     uneven = config.store in ("ragged", "union") or allocation.by_head
     stand_ins = uneven and (batched or config.store != "union")
-    if (uneven and facts.heads_alike) or (stand_ins and stand_in_fault(model)):
+    union = config.store == "union" and facts.masks_of_their_own
+    if union or (uneven and facts.heads_alike) or (stand_ins and stand_in_fault(model)):
         raise ConfigError(
             f"model {model_name(model)!r} reads a layer's rows as one array",
             expected="store 'auto', 'shared' or 'per-head', and allocation 'uniform'",
@@ -159,6 +160,11 @@ def require_queries(model: Any, found: Evictable, policy: Policy, allocation: Al
             f" policy {policy.name!r} cannot see its queries"
         )
         _refuse(model, reason, unseen, captures=all(facts.of(i).route == FAST for i in own))
+    if "output_weights" in policy.needs:
+        mixed = [i for i in found.layers if not facts.of(i).heads_as_they_are]
+        if mixed:
+            reason = f"scores heads that are not a layer's own, and policy {policy.name!r} goes by"
+            _refuse(model, f"{reason} each one's output weights", mixed)
     scored = [i for i in found.layers if facts.of(i).scores_in_mask and not facts.of(i).latent]
     if scored:
         reason = (

@@ -58,6 +58,11 @@ class LeafFacts:
         return self.absorb is not None
 
     @property
+    def heads_as_they_are(self) -> bool:
+        """Whether the query heads that score are those of the layer, in its order."""
+        return not self.latent and self.readers <= 1 and self.head_order is None
+
+    @property
     def one_set(self) -> bool:
         """Whether all layers and heads must keep the same positions.
 
@@ -82,6 +87,11 @@ class ModelFacts:
     def one_set(self) -> bool:
         """Whether all layers and heads must keep the same positions."""
         return any(leaf.one_set for leaf in self.leaves)
+
+    @property
+    def masks_of_their_own(self) -> bool:
+        """Whether a layer that keeps its rows works on the model's mask before attention."""
+        return any(leaf.fixed is not None and leaf.route == ALONG for leaf in self.leaves)
 
     @property
     def heads_alike(self) -> bool:
