@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from html.parser import HTMLParser
 from typing import Any
 
 from kvkeep.evaluation import (
@@ -159,3 +160,36 @@ def some_results(*records: Record, **header: Any) -> Results:
         *some_harness(),
     ]
     return Results(a_header(**header), tuple(records or everything))
+
+
+class Elements(HTMLParser):
+    """Elements of a page with their attributes, and the cells of its tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: list[list[list[str]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+
+
+def cells(table: list[list[str]]) -> dict[str, list[str]]:
+    return {row[0]: row[1:] for row in table}

@@ -80,7 +80,8 @@ class Running:
         there, end = threading.Event(), time.monotonic() + 10
 
         def when_all_wait(timeout: float | None = None) -> Any:
-            if not there.is_set() and waiting.qsize() < count - 1 and time.monotonic() < end:
+            here = waiting.qsize() + len(self.responses.admission)
+            if not there.is_set() and here < count - 1 and time.monotonic() < end:
                 time.sleep(0.01)
                 return None
             there.set()

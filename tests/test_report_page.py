@@ -12,7 +12,7 @@ from browser import DESKTOP, OpenPage, overflow
 from kvkeep.evaluation import Results
 from kvkeep.reports import bench_page, eval_page
 from report_results import NASTY, SCORES, a_header, some_results
-from test_reports import ORIGIN, nasty_pages
+from test_report_safety import ORIGIN, nasty_pages
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

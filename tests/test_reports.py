@@ -6,23 +6,16 @@ import dataclasses
 import html
 import itertools
 import math
-import re
-import sys
-import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench_reports import RAGGED, SPAN, a_decode, a_model, a_prompt, a_report
+from bench_reports import a_decode, a_prompt, a_report
 from kvkeep.bench import BenchReport, Setting, decode_rows
-from kvkeep.errors import ConfigError, OutputError
+from kvkeep.errors import OutputError
 from kvkeep.evaluation import ALL_TASKS, NONE, Results, summarise
-from kvkeep.pages import TextTable, asset, html_table, markdown_table, markdown_text
 from kvkeep.reports import (
     Origin,
     bench_headline,
@@ -32,21 +25,17 @@ from kvkeep.reports import (
     eval_markdown,
     eval_page,
     eval_picture,
-    require_drawable,
-    save_picture,
-    standalone,
 )
-from kvkeep.reports import charts as charting
 from kvkeep.reports.divergence import bin_edges, binned, curve_charts, kl_chart, stretches
-from kvkeep.reports.palette import GROUND, SERIES, css
 from kvkeep.reports.scores import blocks, budget_places, score_chart, setting_styles, turn_charts
 from kvkeep.reports.speed import decoded, kind_styles, speed_charts
 from report_results import (
     BUDGETS,
-    NASTY,
     SCORES,
+    Elements,
     a_header,
     a_task,
+    cells,
     some_fidelity,
     some_harness,
     some_results,
@@ -88,39 +77,6 @@ Means over 6 examples of 2 tasks, with 95 % intervals (Wilson).
 | multi-key | 1.00 | 1.00 | – |
 | all tasks | 1.00 | 1.00 | – |
 """  # noqa: E501
-
-
-class Elements(HTMLParser):
-    """Elements of a page with their attributes, and the cells of its tables."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.tables: list[list[list[str]]] = []
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self.open.append(tag)
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        while self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] in ("td", "th"):
-            self.tables[-1][-1][-1] += data
-
-
-def cells(table: list[list[str]]) -> dict[str, list[str]]:
-    return {row[0]: row[1:] for row in table}
 
 
 # -- evaluations ---------------------------------------------------------------------------
@@ -379,242 +335,3 @@ def test_the_bound_is_that_of_the_fewest_rows() -> None:
 def test_a_busy_machine_is_noted() -> None:
     assert "The machine was busy" in bench_page(a_report(load=9.0), ORIGIN)
     assert "The machine was busy" not in bench_page(a_report(), ORIGIN)
-
-
-# -- what nobody may break -----------------------------------------------------------------
-
-
-def nasty_pages() -> list[str]:
-    records = [
-        dataclasses.replace(r, options={"x": NASTY}) if r.policy == "span" else r
-        for r in some_tasks()
-    ]
-    records = [
-        dataclasses.replace(r, task=NASTY + r.task, budget=NASTY if r.budget == "5%" else r.budget)
-        for r in records
-    ]
-    texts = [dataclasses.replace(r, text_name=NASTY) for r in some_fidelity()]
-    header: dict[str, Any] = dict.fromkeys(("model_name", "device", "prose", "platform"), NASTY)
-    results = some_results(*records, *texts, **header)
-    setting = Setting(NASTY, "25%", "uniform", NASTY)
-    decode, prompt = a_decode(), a_prompt()
-    runs = tuple(
-        dataclasses.replace(run, setting=setting if run.setting == SPAN else run.setting)
-        for run in decode.runs
-    )
-    compactions = tuple(
-        dataclasses.replace(c, setting=setting if c.setting != RAGGED else RAGGED)
-        for c in prompt.compactions
-    )
-    report = a_report(
-        dataclasses.replace(prompt, compactions=compactions), dataclasses.replace(decode, runs=runs)
-    )
-    report = dataclasses.replace(report, model=a_model(name=NASTY, identity=NASTY))
-    origin = Origin(NASTY, NASTY)
-    return [
-        eval_page(results, origin),
-        bench_page(report, origin),
-        drawn(eval_picture(results)),
-        drawn(bench_picture(report)),
-    ]
-
-
-def drawn(picture: Any) -> str:
-    return standalone(picture.charts, picture.title, picture.foot)
-
-
-def test_nothing_of_the_data_runs() -> None:
-    plain = {tag for tag, _ in Elements(eval_page(some_results(), ORIGIN)).elements}
-    plain |= {tag for tag, _ in Elements(bench_page(a_report(), ORIGIN)).elements}
-    for text in nasty_pages():
-        assert html.escape(NASTY, quote=True) in text
-        elements = Elements(text).elements
-        assert {tag for tag, _ in elements} <= plain
-        assert "script" not in {tag for tag, _ in elements} and "<script" not in text
-        for _, attributes in elements:
-            assert not [name for name in attributes if name.startswith("on") or name == "style"]
-
-
-def test_markdown_shows_names_as_they_are() -> None:
-    told = eval_markdown(some_results(*(dataclasses.replace(r, task=NASTY) for r in some_tasks())))
-    assert "<script" not in told and "<img" not in told
-    for line in told.splitlines():
-        if line.startswith("|"):
-            shape = re.sub(r"\\.", "", line).count("|")
-            assert shape in (5, 6)
-    assert markdown_text("a\nb <i>*c*`d`|") == r"a b &lt;i>\*c\*\`d\`|"
-    table = TextTable("t", ("a|b", "c"), (("x\\|y", "1"),))
-    assert markdown_table(table) == ["| a\\|b | c |", "| --- | ---: |", "| x\\\\\\|y | 1 |"]
-
-
-def test_tables_have_headers_with_their_scope() -> None:
-    table = html_table(TextTable("<t>", ("a", "b"), (("x", "1"), ("y", "2")), "note"))
-    headers = [dict(a)["scope"] for tag, a in Elements(table).elements if tag == "th"]
-    assert headers == ["col", "col", "row", "row"]
-    assert "&lt;t&gt;" in table and "<t>" not in table
-
-
-@pytest.mark.parametrize("page", ["eval", "bench"])
-def test_every_picture_has_a_name_and_a_description(page: str) -> None:
-    text = eval_page(some_results(), ORIGIN) if page == "eval" else bench_page(a_report(), ORIGIN)
-    elements = Elements(text).elements
-    ids = [a["id"] for _, a in elements if "id" in a]
-    assert len(set(ids)) == len(ids)
-    pictures = [a for tag, a in elements if tag == "svg" and "aria-hidden" not in a]
-    assert len(pictures) > 4
-    for attributes in pictures:
-        assert attributes["role"] == "img" and attributes["aria-label"]
-        assert attributes["aria-describedby"] in ids
-    described = re.findall(r"<desc id=[^>]*>([^<]+)</desc>", text)
-    assert len(described) == len(pictures) and all(len(words) > 30 for words in described)
-    levels = [int(tag[1]) for tag, _ in elements if re.fullmatch(r"h[1-6]", tag)]
-    assert levels[0] == 1 and levels.count(1) == 1
-    assert all(b <= a + 1 for a, b in itertools.pairwise(levels))
-    assert ("html", {"lang": "en"}) in elements
-
-
-def test_a_page_is_the_same_every_time() -> None:
-    assert eval_page(some_results(), ORIGIN) == eval_page(some_results(), ORIGIN)
-    assert bench_page(a_report(), ORIGIN) == bench_page(a_report(), ORIGIN)
-
-
-def test_the_command_names_no_folders() -> None:
-    origin = Origin.now(
-        ["eval", "--model", "/home/me/models/tiny", "--text=/home/me/a b.txt", "--policies", "span",
-         "--show", "../x/a.jsonl", "--report", "owner/name"]
-    )  # fmt: skip
-    assert origin.command == (
-        "kvkeep eval --model tiny '--text=a b.txt' --policies span --show a.jsonl"
-        " --report owner/name"
-    )
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", origin.made)
-    page = eval_page(some_results(model_name="/home/me/models/tiny"), ORIGIN)
-    assert "/home" not in page and "kvkeep eval: tiny" in page
-
-
-# -- colours -------------------------------------------------------------------------------
-
-# Machado, Oliveira and Fernandes 2009, severity 1: protanopia, deuteranopia, tritanopia.
-SIGHTS = (
-    np.eye(3),
-    np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-              [-0.003882, -0.048116, 1.051998]]),
-    np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-              [-0.011820, 0.042940, 0.968881]]),
-    np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
-              [0.004733, 0.691367, 0.303900]]),
-)  # fmt: skip
-
-
-def linear_light(colour: str) -> np.ndarray:
-    values = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
-def contrast(one: str, other: str) -> float:
-    """WCAG 2.2, relative luminance and contrast ratio."""
-    low, high = sorted(linear_light(c) @ [0.2126, 0.7152, 0.0722] for c in (one, other))
-    return float((high + 0.05) / (low + 0.05))
-
-
-def lab(light: np.ndarray) -> np.ndarray:
-    to_xyz = np.array(
-        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    )
-    x, y, z = np.cbrt(to_xyz @ light.clip(0.001, 1) / [0.9505, 1, 1.089])
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-def theme() -> dict[str, dict[str, str]]:
-    """Hexadecimal variables of the shared theme, dark ones over light ones."""
-    text = asset("kvkeep.pages", "theme.css")
-    light, dark = re.findall(r":root \{(.*?)\}", text, re.DOTALL)[:2]
-    found = [dict(re.findall(r"--([\w-]+): (#\w{6});", part)) for part in (light, dark)]
-    return {"light": found[0], "dark": {**found[0], **found[1]}}
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_lines_stand_out(scheme: Any) -> None:
-    colours = theme()[scheme]
-    for ink, ground in itertools.product(("text", "muted"), ("page", "panel")):
-        assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground)
-    assert {name: colours[name] for name in GROUND[scheme]} == GROUND[scheme]
-    for colour in SERIES[scheme]:
-        assert contrast(colour, colours["panel"]) >= 3, colour
-        assert colour in css()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_first_six_colours_differ_for_the_colour_blind(scheme: Any) -> None:
-    for sight in SIGHTS:
-        seen = [lab(sight @ linear_light(colour)) for colour in SERIES[scheme][:6]]
-        for (i, one), (j, other) in itertools.combinations(enumerate(seen), 2):
-            assert np.linalg.norm(one - other) > 15, (i, j)
-
-
-# -- pictures ------------------------------------------------------------------------------
-
-
-def test_an_svg_is_whole_and_stands_alone(tmp_path: Path) -> None:
-    (title,) = (chart.title for chart in eval_picture(some_results(*some_tasks())).charts)
-    assert title == "1,000 tokens, query-aware, 12 examples"
-    for name, picture in (
-        ("eval", eval_picture(some_results())),
-        ("bench", bench_picture(a_report())),
-        ("text", eval_picture(some_results(*some_fidelity()))),
-    ):
-        path = tmp_path / "new" / f"{name}.svg"
-        save_picture(picture, path)
-        root = ET.fromstring(path.read_text(encoding="utf-8"))
-        assert root.tag.endswith("svg") and root.get("role") == "img"
-        text = path.read_text(encoding="utf-8")
-        assert "prefers-color-scheme: dark" in text and "http" not in text.replace(
-            "http://www.w3.org/2000/svg", ""
-        )
-        lines = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
-        assert " ".join(map(str, lines)).endswith(picture.foot)
-        width = float(str(root.get("width")))
-        assert all(len(str(line)) * 5 < width for line in lines)
-        before = path.read_bytes()
-        save_picture(picture, path)
-        assert path.read_bytes() == before
-    assert sorted(p.name for p in path.parent.iterdir()) == ["bench.svg", "eval.svg", "text.svg"]
-
-
-def test_a_png_is_drawn_by_matplotlib(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra 'eval' is not installed")
-    path = tmp_path / "a.png"
-    save_picture(eval_picture(some_results(model_name="$x_$y")), path)
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-
-
-def test_pictures_of_other_kinds_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(OutputError, match=r"ends in \.svg or \.png"):
-        require_drawable(tmp_path / "a.pdf")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    require_drawable(tmp_path / "a.svg")
-    with pytest.raises(ConfigError, match="matplotlib"):
-        require_drawable(tmp_path / "a.png")
-
-
-# -- axes ----------------------------------------------------------------------------------
-
-
-@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6))
-def test_ticks_are_round_and_hold_the_values(low: float, span: float) -> None:
-    ticks = charting.even_ticks(low, low + span)
-    assert ticks[0] <= low + span * 1e-6 and ticks[-1] >= low + span * (1 - 1e-6)
-    assert 2 <= len(ticks) <= 7
-    steps = np.diff(ticks)
-    assert np.allclose(steps, steps[0], rtol=1e-6)
-
-
-def test_an_axis_of_one_value_has_it_in_the_middle() -> None:
-    axis = charting.spaced("budget", [(0.25, "25%")])
-    assert axis.place(0.25) == pytest.approx(0.5)
-    ratios = charting.spaced("budget", [(0.1, "10%"), (0.2, "20%"), (0.4, "40%")])
-    at = [ratios.place(x) for x, _ in ratios.ticks]
-    assert at[1] - at[0] == pytest.approx(at[2] - at[1])
-    assert charting.linear("KL", [0.0, 0.0]).high > 0

@@ -14,10 +14,9 @@ import pytest
 from mlx_lm.generate import PromptProcessingBatch
 
 from kvkeep.footprint import measure_footprint
-from kvkeep.reuse import PromptStore
-from kvkeep.server import batching, memory_bytes, single
+from kvkeep.server import batching, single
 from kvkeep.server.current import Plan
-from kvkeep.server.governor import Estimate, MemoryGovernor, Need
+from kvkeep.server.governor import Estimate
 from kvkeep.server.settings import KvRequest
 from kvkeep.spec import EvictionConfig
 from serving import Running, chat, eventually, running, text_of, usage_of
@@ -339,6 +338,40 @@ def together_of(server: Running, bodies: list[Any]) -> list[tuple[int, Any]]:
         return send_all(server, bodies)
 
 
+@pytest.mark.parametrize("kv", [{}, EXACT], ids=["evicted", "exact"])
+def test_who_begins_again_in_mid_answer_gives_as_many_tokens(
+    folder: str, server: Running, monkeypatch: pytest.MonkeyPatch, kv: Any
+) -> None:
+    """The step that fails has answered those that were there already."""
+    first, second = chat("Be brief.", LOG[:200], kv=kv, max_tokens=400), chat("I join.", LOG, kv=kv)
+    with running(folder, config=CONFIG, evicting=True) as fresh:
+        alone = fresh.ask(first)
+    steps = count_steps(monkeypatch, {})
+    slow, scarce, plain = batching.WatchedBatch.next, Scarce(NO_MEMORY), batching.WatchedBatch
+
+    def slowly(self: Any) -> Any:
+        time.sleep(0.005)
+        return slow(self)
+
+    extend = plain.extend
+
+    def joining_others(self: Any, batch: Any) -> None:
+        if len(self.uids) > 0:
+            self.joining = True
+            scarce.strike()
+        extend(self, batch)
+
+    monkeypatch.setattr(plain, "next", slowly)
+    monkeypatch.setattr(plain, "extend", joining_others)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.ask, first)
+        eventually(lambda: steps[0] > 5)
+        assert server.send({**second, "max_tokens": 2})[0] == 503  # the longer of the two
+    assert scarce.error is None
+    assert text_of(answer.result()) == text_of(alone)
+    assert usage_of(answer.result())["completion_tokens"] == 400
+
+
 def test_another_failure_ends_the_requests_of_its_step_only(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,33 +405,6 @@ def test_an_allocation_failure_alone_is_503(
 # -- parts -----------------------------------------------------------------------------
 
 
-def test_the_batch_is_padded_to_its_longest() -> None:
-    class Fixed:
-        def __init__(self, prompt: int, decode: int) -> None:
-            self.fixed = Need(prompt, decode)
-
-        def need(self, _: Plan) -> Need:
-            return self.fixed
-
-    governor = MemoryGovernor(100, PromptStore())
-    plans = [Plan(KvRequest(), [1]) for _ in range(4)]
-    assert governor.admit(plans[0], Fixed(40, 10))  # type: ignore[arg-type]
-    assert governor.reserved == 40
-    assert governor.admit(plans[1], Fixed(20, 15))  # type: ignore[arg-type]
-    assert governor.reserved == 2 * 40  # the shorter is padded to the longer
-    assert not governor.admit(plans[2], Fixed(20, 15))  # type: ignore[arg-type]
-    governor.answering(plans[0])
-    assert governor.reserved == 20 + 15
-    assert governor.admit(plans[2], Fixed(40, 15))  # type: ignore[arg-type]
-    assert governor.reserved == 2 * 40 + 15
-    for plan in plans[:3]:
-        governor.release(plan)
-    assert governor.reserved == 0
-    plans[3].kv.ended = True
-    assert governor.admit(plans[3], Fixed(90, 15))  # type: ignore[arg-type]
-    assert governor.admit(plans[2], Fixed(90, 15))  # type: ignore[arg-type]  # the other is gone
-
-
 @pytest.mark.parametrize("budget", [40, "30%", "200000B"])
 @pytest.mark.parametrize("policy", ["snapkv", "snapkv-d"])
 def test_no_cache_outgrows_its_estimate(
@@ -413,12 +419,3 @@ def test_no_cache_outgrows_its_estimate(
             server.ask({**body, "stop": ["never said"]})
             used = governor.peak - server.responses.prompt_cache.nbytes
             assert 0 < used <= worth(estimate, body, None if kv else config)
-
-
-def test_sizes() -> None:
-    assert memory_bytes("8GB") == 8 * 10**9
-    assert memory_bytes("512MiB") == 512 * 2**20
-    assert 2**30 < memory_bytes("50%") < memory_bytes("100%")
-    for bad in ("12", "-1GB", "0%", "lots", "8 GX"):
-        with pytest.raises(Exception, match="kv-memory"):
-            memory_bytes(bad)

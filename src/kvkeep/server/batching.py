@@ -24,6 +24,7 @@ from kvkeep.server.current import HeldLayers, Plan, Watcher
 from kvkeep.server.faults import is_out_of_memory, no_memory
 from kvkeep.server.reports import exact_report, report_of
 
+_LOOK = 16  # steps between two looks at what the caches take, where no request comes or goes
 _LOGPROBS = 64  # of a response that ends a failed request; mlx-lm's server reads a few
 _log = logging.getLogger(__name__)
 
@@ -73,10 +74,10 @@ class EvictingPromptBatch(PromptProcessingBatch):
                 compact_asked(self.model, self.tokens[i], cache, plan)
             elif plan.kv.reported:
                 plan.kv.report = exact_report(0, [], plan)
-            if plan.answered:
-                self._read_again(i, plan, cache, tokens)
             if plan.kv.failure is not None:
                 self.max_tokens[i] = 1  # it ends at once; the handler tells the client why
+            elif plan.answered:
+                self._read_again(i, plan, cache, tokens)
         if changes:
             self.prompt_cache = _merge_caches(caches)
 
@@ -146,6 +147,7 @@ class EvictingBatchGenerator(BatchGenerator):
     def __init__(self, model: Any, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
         self.plans: dict[int, Plan] = {}
+        self._steps = 0
         self._prompt_batch = self._no_prompts()
         self._generation_batch: WatchedBatch = WatchedBatch.empty(self.model, self.sampler)
 
@@ -204,22 +206,34 @@ class EvictingBatchGenerator(BatchGenerator):
 
     def _next(self) -> Any:
         self._generation_batch.stepped = ()
+        governors = self._governors()
         try:
             prompted, generated = super()._next()
         except Exception as error:
-            prompted, generated = [], [*self._generation_batch.stepped, *self._recovered(error)]
-        governors = self._governors()
-        self._let_go(generated)
+            prompted, generated = [], [*self._generation_batch.stepped]
+            self._take_note(generated)  # before any of them begins again
+            generated += self._recovered(error)
+        else:
+            self._take_note(generated)
+        self._steps += 1
+        ended = [r.uid for r in generated if r.finish_reason is not None]
+        for uid in ended:
+            self._forget(uid)
+        if prompted or ended or self._steps % _LOOK == 0:
+            self._note(governors)
+        return prompted, generated
+
+    def _take_note(self, generated: list[Any]) -> None:
+        """Note what was answered, and what the prompt cache may have of those that ended."""
         for response in generated:
             plan = self.plans.get(response.uid)
             if plan is None:
                 continue
             plan.answered.append(response.token)
             if response.finish_reason is not None:
-                response.prompt_cache = HeldLayers(response.prompt_cache or [], plan)
-                self._forget(response.uid)
-        self._note(governors)
-        return prompted, generated
+                layers = response.prompt_cache if plan.keep_compact or not plan.compacted_at else []
+                response.prompt_cache = HeldLayers(layers or [], plan)
+        self._let_go(generated)
 
     def _let_go(self, generated: list[Any]) -> None:
         """Part the batch and the requests that ended, layer by layer: lazy slices of a layer,

@@ -68,6 +68,7 @@ class Plan:
         checkpoint: tokens up to which its exact rows are offered to the prompt cache.
         keep: takes the exact layers of all but the prompt's last token, of a request that is
             evicted outside of a batch; None where they are not kept.
+        keep_compact: whether its compact cache is offered to the prompt cache.
         expected: what the prompt cache has for it, until it is taken.
         hit: what the prompt cache gave, or None.
         compacted_at: tokens that its cache held when rows were last evicted; 0 is exact.
@@ -85,6 +86,7 @@ class Plan:
     compact_unread: int = 1
     checkpoint: int = 0
     keep: Callable[[list[Any]], None] | None = None
+    keep_compact: bool = False
     expected: Hit | None = None
     hit: Reused | None = None
     compacted_at: int = 0

@@ -283,10 +283,6 @@ class Estimate:
         decode = self.footprint.allocated_nbytes(last, kept=rows)
         return Need(prompt + compact + drafted, decode + drafted)
 
-    def exact_nbytes(self, tokens: int) -> int:
-        """Bytes of an exact cache of so many tokens."""
-        return self.footprint.allocated_nbytes(tokens)
-
     def kept_rows(self, plan: Plan) -> int:
         """Rows per head that an evicted request keeps of its prompt, at most."""
         config, held = plan.kv.config, len(plan.prompt) - 1

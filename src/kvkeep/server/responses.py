@@ -275,7 +275,8 @@ class EvictingResponses(ResponseGenerator):
             plan.compact_unread = len(prompt) if kv.reads_again else kv.observed_tokens
         if kv.config is None:
             return plan
-        if self.prompt_cache.keep_compact:
+        plan.keep_compact = self.prompt_cache.keep_compact
+        if plan.keep_compact:
             plan.checkpoint = len(segments[0]) if roles[0] == "system" else 0
         elif alone and kv.sees_all_from_replay:
             plan.keep = self._keep_exact(prompt[:-1])

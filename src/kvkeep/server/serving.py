@@ -38,16 +38,16 @@ def serve(argv: Sequence[str], settings: ServerSettings, *, started: Started | N
 
     Raises:
         ConfigError: no model is given and none may be named, it does not load, or eviction
-            is on under mlx.launch.
+            or --kv-memory is on under mlx.launch.
     """
     host, port, provider = mlx_arguments(argv)
     if settings.log_json:
         write_json()
     group = mx.distributed.init()
-    if group.size() > 1 and settings.evicting:
+    if group.size() > 1 and (settings.evicting or settings.kv_memory is not None):
         raise ConfigError(
-            "eviction does not run under mlx.launch",
-            expected="one process, or --kv-eviction none",
+            "neither eviction nor --kv-memory runs under mlx.launch",
+            expected="one process, or --kv-eviction none and no --kv-memory",
             received=f"{group.size()} processes",
         )
     if provider.cli_args.model is None and not settings.allow_model_paths:
