@@ -27,7 +27,7 @@ from kvkeep.allocation.cake import CakeLayers
 from kvkeep.errors import BudgetError, ConfigError
 from kvkeep.policies import SnapKV
 from kvkeep.selection import select_unequal_rows
-from kvkeep.spec import HeadProfile, LayerView
+from kvkeep.spec import Budget, HeadProfile, LayerView
 
 
 def scored(random: np.random.Generator, heads: int, rows: int, forced: int) -> Scored:
@@ -254,6 +254,24 @@ def test_kvpress_pyramids_are_kvpress() -> None:
                     assert mine == theirs
                     compared += 1
     assert compared == 225
+
+
+@pytest.mark.parametrize("length", [600, 601, 835, 1000, 1001])
+def test_half_a_row_does_not_tip_a_kvpress_pyramid(length: int) -> None:
+    """At 50 % its last layer gets the window exactly, which rounding down would miss."""
+    budget = Budget(0.5, "share")
+    demand = Demand(
+        keep=budget.rows(length),
+        heads=(2,) * 6,
+        held=(np.full(2, length),) * 6,
+        recent=64,
+        part=budget.part_of_row(length),
+    )
+    mine = [int(layer[0]) for layer in get_allocation("pyramid-kvpress").counts(demand)]
+    theirs = pyramid_kvpress_budgets(length, 0.5 * length, 6, 64)
+    assert theirs[-1] == 64 and theirs[0] == length - 64
+    assert sum(mine) == 6 * (length // 2)  # theirs may sum to half a row per layer more
+    assert np.abs(np.subtract(mine, theirs)).max() <= 1
 
 
 def test_a_kvpress_pyramid_keeps_what_kvpress_keeps() -> None:

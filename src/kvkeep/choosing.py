@@ -50,6 +50,7 @@ class Chooser:
         n_layers: L, evictable layers.
         seen: what the prefill saw.
         most_bytes: what the evictable layers may take, where the budget is in bytes.
+        part: the part of a row that a share of the prompt allows beyond `keep`.
     """
 
     config: EvictionConfig
@@ -59,6 +60,7 @@ class Chooser:
     n_layers: int
     seen: Observation
     most_bytes: int | None = None
+    part: float = 0.0
 
     def keeps_all(self, cache: list[Any], layers: list[int]) -> bool:
         """Whether the prompt or the cache is so small that nothing is evicted."""
@@ -210,6 +212,7 @@ class Chooser:
             recent=self._recent(),
             layers=tuple(layers),
             preferences=self._preferences(cache, layers),
+            part=self.part,
         )
 
     def _preferences(self, cache: list[Any], layers: list[int]) -> tuple[float, ...]:

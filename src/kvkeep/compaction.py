@@ -359,7 +359,8 @@ def chooser_of(
     row = sum(bytes_per_row(leaves[i]) for i in (*layers, *along))
     keep = limit.rows(offset, bytes_per_row=row, fixed_bytes=fixed)
     most = int(limit.amount) - fixed if limit.unit == "bytes" else None
-    return Chooser(config, policy, allocation, keep, len(layers), seen, most)
+    part = limit.part_of_row(offset)
+    return Chooser(config, policy, allocation, keep, len(layers), seen, most, part)
 
 
 def store_selection(

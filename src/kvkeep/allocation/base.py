@@ -40,6 +40,7 @@ class Demand:
         layers: indices in the cache list.
         scored: scores of each layer, for rules that look at them.
         preferences: `Allocation.preference` of each layer, for rules that have one.
+        part: the part of a row, in [0, 1), that a share of the prompt allows beyond `keep`.
     """
 
     keep: int
@@ -50,6 +51,7 @@ class Demand:
     layers: tuple[int, ...] = ()
     scored: Sequence[Scored] = ()
     preferences: Sequence[float] = ()
+    part: float = 0.0
 
     @property
     def total(self) -> int:

@@ -66,9 +66,9 @@ class PyramidKvpress(Allocation):
     def counts(self, demand: Demand) -> list[np.ndarray]:
         """[S] counts per layer, falling or all equal."""
         length = min(int(held.min()) for held in demand.held)
-        weights = pyramid_kvpress_budgets(
-            length, demand.keep, len(demand.heads), demand.recent, self.beta
-        )
+        # kvpress deals out shares unrounded, and a part of a row may tip its schedule to uniform.
+        mean = demand.keep + demand.part
+        weights = pyramid_kvpress_budgets(length, mean, len(demand.heads), demand.recent, self.beta)
         return rows_by_layer(weights, demand)
 
 

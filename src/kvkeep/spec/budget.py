@@ -127,6 +127,12 @@ class Budget:
             )
         return min(rows, length)
 
+    def part_of_row(self, length: int) -> float:
+        """What a share allows beyond whole `rows`, in [0, 1); 0 for other units."""
+        if self.unit != "share":
+            return 0.0
+        return max(self.amount * length - self.rows(length), 0.0)
+
     def __str__(self) -> str:
         if self.unit == "share":
             return f"{100 * self.amount:g}%"
