@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvkeep.caches import HeadPartitionedKVCache, is_exact, require_evictable
-from kvkeep.compaction import evict_selection
+from kvkeep.caches import HeadPartitionedKVCache, leaves_of, require_evictable
+from kvkeep.compaction import evict_selection, layers_to_evict
 from kvkeep.errors import SelectionError
 from kvkeep.spec import (
     HeadPartitionedEvictionResult,
@@ -29,6 +29,7 @@ def evict_prompt_cache_by_head(
     *,
     true_offset: int,
     query_heads: int | None = None,
+    model: Any | None = None,
 ) -> HeadPartitionedEvictionResult:
     """Evict every full-attention layer to the positions that each of its KV heads keeps.
 
@@ -44,19 +45,22 @@ def evict_prompt_cache_by_head(
             or one such list per filled `KVCache` layer, in their order.
         true_offset: the next position; must be each evicted layer's offset.
         query_heads: H_q, a multiple of H_kv, noted for the caches' `make_mask`.
+        model: as in `evict_prompt_cache`.
 
     Raises:
         SelectionError: indices are unsorted, repeated, negative or too large, or there are
             not as many lists as KV heads or layers.
         CacheError: a layer is quantised, compact or a batch, has another offset, or
             `query_heads` is no multiple of its KV heads.
+        UnsupportedModelError: `model` can do without rows in none of its layers.
     """
-    require_evictable(prompt_cache)
-    layers = [i for i, layer in enumerate(prompt_cache) if is_exact(layer)]
+    leaves = leaves_of(prompt_cache)
+    require_evictable(leaves)
+    layers = layers_to_evict(prompt_cache, model)
     by_layer = _by_layer(head_keep_indices, len(layers))
     selected = {}
     for index, heads in zip(layers, by_layer, strict=True):
-        kv_heads = prompt_cache[index].keys.shape[1]
+        kv_heads = leaves[index].keys.shape[1]
         if len(heads) != kv_heads:
             raise SelectionError(
                 f"positions for another number of heads than layer {index} has",
@@ -96,9 +100,9 @@ def _depth(part: Any) -> int:
 
 
 def _with_counts(done: SnapKVEvictionResult, layers: list[int]) -> HeadPartitionedEvictionResult:
-    union, by_head = {}, {}
+    union, by_head, stored = {}, {}, leaves_of(done.cache)
     for index in layers:
-        layer: HeadPartitionedKVCache = done.cache[index]
+        layer: HeadPartitionedKVCache = stored[index]
         counts = layer.live_head_rows
         union[index] = layer.size()
         by_head[index] = counts * (layer.keys.shape[1] if len(counts) == 1 else 1)

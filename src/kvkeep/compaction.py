@@ -17,7 +17,9 @@ from kvkeep.attention import (
     Observation,
     ProgressCallback,
     RepeatPrompt,
+    facts_of,
     find_parts,
+    model_name,
     observed_reading,
     replay_queries,
     require_profile_of,
@@ -70,6 +72,7 @@ def evict_prompt_cache(
     keep_indices: Sequence[int] | np.ndarray | mx.array,
     *,
     true_offset: int,
+    model: Any | None = None,
 ) -> SnapKVEvictionResult:
     """Evict every full-attention layer down to one set of positions.
 
@@ -79,14 +82,34 @@ def evict_prompt_cache(
             them evictable this is a no-op.
         keep_indices: ascending, unique positions to keep.
         true_offset: the next position; must be each evicted layer's offset.
+        model: what the cache is of. A few model types (docs/models.md) count the rows of some
+            layers for positions; given their model, such layers are passed through as well.
 
     Raises:
         SelectionError: indices are unsorted, repeated, negative or too large.
         CacheError: a layer is quantised, compact or a batch, or has another offset.
+        UnsupportedModelError: `model` can do without rows in none of its layers.
     """
     kept = LayerSelection((checked_positions(keep_indices),))
-    layers = [i for i, leaf in enumerate(leaves_of(prompt_cache)) if is_exact(leaf)]
+    layers = layers_to_evict(prompt_cache, model)
     return evict_selection(prompt_cache, Selection(true_offset, dict.fromkeys(layers, kept)))
+
+
+def layers_to_evict(prompt_cache: list[Any], model: Any | None = None) -> list[int]:
+    """Indices, among the leaves of a cache list, of filled `KVCache`s that may lose rows.
+
+    Args:
+        prompt_cache: mlx-lm's cache list.
+        model: what the cache is of; without it every filled `KVCache` counts.
+
+    Raises:
+        CacheError: a layer is quantised or a batch (`model` given).
+        UnsupportedModelError: `model` can do without rows in none of its layers.
+    """
+    exact = [i for i, leaf in enumerate(leaves_of(prompt_cache)) if is_exact(leaf)]
+    if model is None or not exact:
+        return exact
+    return [index for index in evictable(model, prompt_cache).layers if index in exact]
 
 
 def evict_selection(
@@ -95,6 +118,7 @@ def evict_selection(
     store: str = "auto",
     *,
     query_heads: int | None = None,
+    model: Any | None = None,
 ) -> SnapKVEvictionResult:
     """Store a selection: the kept positions of each layer and head, the rest evicted.
 
@@ -104,9 +128,11 @@ def evict_selection(
         store: "auto" (ragged where heads keep unequal numbers), "shared" or "per-head"
             (equal numbers), "ragged" or "union".
         query_heads: H_q, which union caches note for their `make_mask`.
+        model: what the cache is of; given, layers that must keep their rows are refused.
 
     Raises:
-        SelectionError: the selection names a layer that is not a filled `KVCache`.
+        SelectionError: the selection names a layer that is not a filled `KVCache`, or that
+            `model` cannot do without rows in.
         CacheError: a layer is quantised, compact or a batch, has another offset than
             `source_length`, or its heads keep unequal numbers in a store of equal ones.
         ConfigError: there is no such store.
@@ -122,6 +148,12 @@ def evict_selection(
             )
         require_one_request(leaves[index])
         _require_offset(leaves[index].offset, selection.source_length, index)
+        if model is not None and (fixed := facts_of(model).of(index).fixed) is not None:
+            raise SelectionError(
+                f"layer {index} must keep its rows: model {model_name(model)!r} {fixed}",
+                expected=f"layers {layers_to_evict(prompt_cache, model)}",
+                received=index,
+            )
     before, cache = cache_nbytes(prompt_cache), list(prompt_cache)
     chosen = with_siblings(prompt_cache, selection.layers)
     stored = {

@@ -64,11 +64,6 @@ def batch_fault(model: Any) -> str | None:
     return _remembered(model, "batch", _batch_fault)
 
 
-def _stand_in_fault(model: Any) -> str | None:
-    chosen = _chosen(model)
-    return _fault(model, chosen, None, _ragged_stand_in) if chosen else None
-
-
 def _remembered(model: Any, what: str, look: Callable[[Any], Any]) -> Any:
     key = id(model)
     known = _known.get(key)
