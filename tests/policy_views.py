@@ -12,6 +12,7 @@ import numpy as np
 from kvkeep import LayerView
 from kvkeep.attention import Rotary
 from kvkeep.policies import Chunk, Replayed
+from kvkeep.spec import Drafted
 
 
 def view_of(
@@ -47,6 +48,12 @@ def view_of(
         rope=rope_of(dim) if "rope" in policy.needs else None,
         output_weights=(lambda head: weights[head]) if "output_weights" in policy.needs else None,
     )
+    if policy.draft_length:
+        said = [
+            mx.array(random.normal(size=(h, 5, dim)).astype(np.float32)).astype(dtype)
+            for h in (heads, kv_heads)
+        ]
+        view = replace(view, draft=Drafted(2 * said[0], said[1]))
     fed = mx.array(2 * random.normal(size=(heads, length, dim)).astype(np.float32)).astype(dtype)
     return replace(view, seen=gathered(policy, view, fed))
 

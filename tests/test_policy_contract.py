@@ -26,6 +26,7 @@ from kvkeep.errors import CacheError
 from kvkeep.policies import POLICIES, policy_of
 from kvkeep.policies.base import Need
 from kvkeep.selection import select_rows
+from kvkeep.spec import Drafted
 from oracles import evicted_mask, greedy, logits_of, numpy_llama, prefilled, raw
 from policy_views import rope_of, view_of
 from tiny_models import random_tokens, tiny_llama
@@ -113,6 +114,7 @@ def test_it_reads_nothing_but_what_it_needs(name: str) -> None:
         rope=view.rope if "rope" in policy.needs else rope_of(2),
         output_weights=view.output_weights or (lambda head: mx.array(np.nan)),
         seen=view.seen or {name: mx.array(np.nan) for name in ("attention", "mass", "mean")},
+        draft=view.draft or Drafted(mx.full((4, 3, 8), np.nan), mx.full((2, 3, 8), np.nan)),
     )
     np.testing.assert_array_equal(scored(policy, poisoned), right)
     if "queries" not in policy.needs:
@@ -126,9 +128,15 @@ def test_it_reads_nothing_but_what_it_needs(name: str) -> None:
         "replay": replace(view, seen={k: v[:, ::-1] for k, v in view.seen.items()}),
         "rope": replace(view, rope=rope_of(4)),
         "output_weights": replace(view, output_weights=lambda head: mx.ones((10, 3)) * head),
+        "draft": replace(view, draft=other_draft(view)),
     }
     for need in policy.needs:  # and what it says it needs does matter
         assert (scored(policy, changed[need]) != right).any(), need
+
+
+def other_draft(view: LayerView) -> Drafted | None:
+    """The same rows, asked for by the opposite queries."""
+    return None if view.draft is None else replace(view.draft, queries=-view.draft.queries)
 
 
 @EVERY
@@ -189,6 +197,9 @@ def test_half_precision_keeps_the_rows_of_float32(
         keys=half.keys.astype(mx.float32),
         values=half.values.astype(mx.float32),
         queries=None if half.queries is None else half.queries.astype(mx.float32),
+        draft=None
+        if half.draft is None
+        else Drafted(half.draft.queries.astype(mx.float32), half.draft.keys.astype(mx.float32)),
     )
     ours, right = scored(policy, half), scored(policy, whole)
     for keep in (30, 75, 150):

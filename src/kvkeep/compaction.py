@@ -14,9 +14,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvkeep.allocation import Allocation, allocation_of
 from kvkeep.attention import (
     ALONG,
+    DraftStart,
     Observation,
     ProgressCallback,
     RepeatPrompt,
+    drafted,
     facts_of,
     find_parts,
     model_name,
@@ -229,6 +231,7 @@ def prefill_and_compact(
     progress: ProgressCallback | None = None,
     keep_exact: bool = False,
     repeat_prompt: RepeatPrompt | None = None,
+    draft_start: DraftStart | None = None,
 ) -> SnapKVEvictionResult:
     """Append tokens to a cache (empty, exact or compact) and compact it to the budget.
 
@@ -239,6 +242,8 @@ def prefill_and_compact(
         keep_exact: leave `cache` as it is after the prefill.
         repeat_prompt: instructions for policies that read the prompt a second time ("kvzip");
             without them its tokens alone are repeated.
+        draft_start: where policies that draft an answer ("lookahead") begin; without it after
+            the last of `tokens`.
 
     Raises:
         ConfigError, HeadProfileError, UnsupportedModelError: before anything was computed,
@@ -273,6 +278,7 @@ def prefill_and_compact(
             policy,
             window=0 if whole else max(policy.observation_window, allocation.window),
             repeat_prompt=repeat_prompt,
+            draft_start=draft_start,
             score_chunk_size=config.score_chunk_size,
             step=step,
             progress=progress,
@@ -291,7 +297,12 @@ def sees_all_from_replay(policy: Policy) -> bool:
 
 
 def compact_prefilled(
-    model: Any, tokens: Sequence[int], cache: list[Any], config: EvictionConfig
+    model: Any,
+    tokens: Sequence[int],
+    cache: list[Any],
+    config: EvictionConfig,
+    *,
+    draft_start: DraftStart | None = None,
 ) -> SnapKVEvictionResult:
     """Compact a cache that was filled without observation, as by mlx-lm's batch generator.
 
@@ -300,6 +311,7 @@ def compact_prefilled(
     Args:
         tokens: the T token ids that the cache holds.
         cache: one request's cache list; stays as it is.
+        draft_start: as in `prefill_and_compact`.
 
     Raises:
         ConfigError: the policy looks at more of the prefill than its last queries, or its
@@ -336,6 +348,9 @@ def compact_prefilled(
             model, cache, last, layers, policy=policy.name, needed=window > 0
         )
         seen = replace(seen, observers=observers)
+    if policy.draft_length:
+        start_at = draft_start or DraftStart()
+        seen = drafted(model, tokens, cache, layers, policy, seen, start_at)
     selection = choose_observed(cache, layers, seen, config, policy, allocation)
     score = time.perf_counter() - start
     result = store_selection(list(cache), selection, config.store)

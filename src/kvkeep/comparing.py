@@ -19,6 +19,7 @@ from kvkeep.compaction import cache_nbytes, checked_prompt, prefill_and_compact
 from kvkeep.errors import CacheError, ConfigError, PromptError
 from kvkeep.generation import (
     RECOMMENDED,
+    draft_start,
     encode_prompt,
     refuse_unevictable,
     repeat_prompt,
@@ -136,6 +137,7 @@ def compare(
             progress=prompt_progress_callback,
             keep_exact=True,
             repeat_prompt=repeat_prompt(wrapped, config),
+            draft_start=draft_start(wrapped, config, tokens[-1]),
         )
     # Layers that were not evicted are the exact cache's own: each side steps its own copy.
     kept = [

@@ -25,7 +25,7 @@ from kvkeep.errors import BudgetError, ConfigError, UnsupportedModelError
 from kvkeep.policies import POLICIES, Policy
 from kvkeep.spec import Budget, EvictionConfig
 
-_SEES = frozenset({"queries", "attention", "replay"})
+_SEES = frozenset({"queries", "attention", "replay", "draft"})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvkeep.allocation import allocation_of
-from kvkeep.attention import ProgressCallback, RepeatPrompt
+from kvkeep.attention import DraftStart, ProgressCallback, RepeatPrompt
 from kvkeep.compaction import checked_prompt, prefill_and_compact
 from kvkeep.errors import ConfigError
 from kvkeep.policies import policy_of
@@ -94,6 +94,7 @@ def stream_generate(
         return
     cache = make_prompt_cache(model) if prompt_cache is None else prompt_cache
     repeat = repeat_prompt(wrapped, config)
+    draft = draft_start(wrapped, config, tokens[-1])
     with mx.stream(kwargs.get("stream", generation_stream)):  # the one mlx-lm decodes on
         ready = _prepare(
             model,
@@ -104,6 +105,7 @@ def stream_generate(
             prefill_step_size,
             prompt_progress_callback,
             repeat,
+            draft,
             on_prefilled,
         )
     if processors := kwargs.get("logits_processors"):
@@ -185,6 +187,19 @@ def repeat_prompt(tokenizer: TokenizerWrapper, config: EvictionConfig) -> Repeat
     return RepeatPrompt(first, later)
 
 
+def draft_start(
+    tokenizer: TokenizerWrapper, config: EvictionConfig, token: int | None
+) -> DraftStart | None:
+    """Where policies that draft an answer begin; None for the others.
+
+    Args:
+        token: the one that follows what is compacted, where it is known.
+    """
+    if not policy_of(config).draft_length:
+        return None
+    return DraftStart(token, frozenset(tokenizer.eos_token_ids))
+
+
 def encode_prompt(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> Any:
     """Token ids of a prompt, special tokens added where mlx-lm adds them."""
     if not isinstance(prompt, str):
@@ -209,6 +224,7 @@ def _prepare(
     step: int,
     progress: ProgressCallback | None,
     repeat: RepeatPrompt | None,
+    draft: DraftStart | None,
     on_prefilled: Callable[[list[Any]], None] | None,
 ) -> _Ready:
     """Prefill and compact all but the last token, on the current stream."""
@@ -228,6 +244,7 @@ def _prepare(
                     progress=progress,
                     keep_exact=on_prefilled is not None,
                     repeat_prompt=repeat,
+                    draft_start=draft,
                 )
                 if on_prefilled is not None:
                     exact, cache[:] = list(cache), done.cache

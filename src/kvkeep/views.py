@@ -52,6 +52,7 @@ def layer_view(
         seen={} if gathering is None else gathering.of(group),
         rope=parts.rope,
         output_weights=_output_weights(parts, group, queries),
+        draft=seen.drafts[layer].of(group) if layer in seen.drafts else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from kvkeep.attention.body import Body, body_of
 from kvkeep.attention.capture import SnapKVAttentionCapture
+from kvkeep.attention.draft import DraftStart, drafted
 from kvkeep.attention.facts import ALONG, FAST, OTHER, OWN, SEAM, UNKNOWN, LeafFacts, ModelFacts
 from kvkeep.attention.gathering import query_heads
 from kvkeep.attention.identity import model_identity, require_profile_of
@@ -25,6 +26,7 @@ __all__ = [
     "SEAM",
     "UNKNOWN",
     "Body",
+    "DraftStart",
     "LayerParts",
     "LeafFacts",
     "ModelFacts",
@@ -36,6 +38,7 @@ __all__ = [
     "WindowObserver",
     "batch_fault",
     "body_of",
+    "drafted",
     "facts_of",
     "find_parts",
     "install",

@@ -7,18 +7,41 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from kvkeep.attention import seam
 from kvkeep.attention.capture import SnapKVAttentionCapture
 from kvkeep.attention.facts import UNKNOWN, ModelFacts
-from kvkeep.attention.gathering import Gathering
+from kvkeep.attention.gathering import Gathering, query_heads
 from kvkeep.attention.looking import facts_of
 from kvkeep.attention.observe import WindowObserver, observing, require_visible
 from kvkeep.attention.parts import LayerParts, find_parts
-from kvkeep.caches import leaves_of
+from kvkeep.caches import RowGroup, leaves_of
 from kvkeep.policies import Accumulator, Policy
+from kvkeep.spec import Drafted
 
 ProgressCallback = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class LayerDraft:
+    """What was drafted, of one layer.
+
+    Attributes:
+        queries: [1, H_q, n, D].
+        heads: int [h], KV heads, by group of heads that hold equally many rows.
+        keys: [h, n, D], likewise.
+    """
+
+    queries: mx.array
+    heads: list[np.ndarray]
+    keys: list[mx.array]
+
+    def of(self, group: RowGroup) -> Drafted:
+        """The part of a group's heads."""
+        order = np.argsort(np.concatenate(self.heads))[group.heads].astype(np.int32)
+        keys = mx.take(mx.concatenate(self.keys, axis=0), mx.array(order), axis=0)
+        return Drafted(query_heads(self.queries[0], group), keys)
 
 
 @dataclass(frozen=True)
@@ -32,6 +55,7 @@ class Observation:
         parts: by layer index, the rotation and output weights that the policy asked for.
         gatherings: by layer index, what the policy's accumulators gathered.
         facts: of the model.
+        drafts: by layer index, what was drafted of the answer.
     """
 
     observers: Mapping[int, WindowObserver]
@@ -39,6 +63,7 @@ class Observation:
     parts: Mapping[int, LayerParts] = field(default_factory=dict)
     gatherings: Mapping[int, Gathering] = field(default_factory=dict)
     facts: ModelFacts = UNKNOWN
+    drafts: Mapping[int, LayerDraft] = field(default_factory=dict)
 
     @property
     def one_set(self) -> bool:

@@ -1,4 +1,4 @@
-"""Everything that a policy wants to see of a prompt: its prefill, and a second reading."""
+"""Everything that a policy wants to see of a prompt: its prefill, a second reading, a draft."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvkeep.attention.draft import DraftStart, drafted
 from kvkeep.attention.prefill import Observation, ProgressCallback, observed_prefill
 from kvkeep.attention.repeat import RepeatPrompt, repeated
 from kvkeep.policies import Policy
@@ -20,16 +21,18 @@ def observed_reading(
     *,
     window: int,
     repeat_prompt: RepeatPrompt | None = None,
+    draft_start: DraftStart | None = None,
     score_chunk_size: int = 8,
     step: int = 2048,
     progress: ProgressCallback | None = None,
 ) -> tuple[Observation, float]:
-    """Prefill under observation, and read the prompt again where the policy asks for that.
+    """Prefill under observation; read the prompt again, or draft, where the policy asks for that.
 
     Args:
         layers: cache indices to observe; none where nothing will be evicted.
         window: W, last queries to keep.
         repeat_prompt: instructions of the second reading; None: the prompt's tokens alone.
+        draft_start: where a policy's draft of the answer begins; None: where the prompt ends.
         score_chunk_size, step, progress: as in `observed_prefill`.
 
     Returns:
@@ -56,4 +59,7 @@ def observed_reading(
     if "replay" in policy.needs and layers:
         prompt = repeat_prompt or RepeatPrompt()
         seen = repeated(model, tokens, cache, layers, policy, seen, prompt, step)
+    if policy.draft_length and layers:
+        start_at = draft_start or DraftStart()
+        seen = drafted(model, tokens, cache, layers, policy, seen, start_at)
     return seen, prefill

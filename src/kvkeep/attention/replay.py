@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,9 +10,9 @@ import mlx.core as mx
 from kvkeep.attention import seam
 from kvkeep.attention.looking import facts_of
 from kvkeep.attention.observe import WindowObserver, observing, require_visible
-from kvkeep.attention.undo import restorer_of_copy
-from kvkeep.caches import is_exact, leaves_of
-from kvkeep.errors import CacheError, PromptError
+from kvkeep.attention.undo import require_trimmable, restorer_of_rows
+from kvkeep.caches import leaves_of
+from kvkeep.errors import PromptError
 
 
 def replay_queries(
@@ -51,17 +51,11 @@ def replay_queries(
             expected=f"between 1 and {held} tokens, the last ones of the cache",
             received=f"{width} tokens",
         )
-    stuck = sorted({type(c).__name__ for c in leaves if not c.is_trimmable()})
-    if stuck:
-        raise CacheError(
-            "cannot replay over a cache that cannot be trimmed",
-            expected="trimmable layers",
-            received=", ".join(stuck),
-            remedy="Observe during the prefill instead, or use a policy that needs no queries.",
-        )
+    remedy = "Observe during the prefill instead, or use a policy that needs no queries."
+    require_trimmable(leaves, "replay", remedy)
     seam.install(model)
     facts = facts_of(model)
-    restore = [_restorer(layer, width) for layer in leaves]
+    restore = [restorer_of_rows(layer, width) for layer in leaves]
     try:
         for layer in leaves:
             layer.trim(width)
@@ -73,22 +67,3 @@ def replay_queries(
         for give_back in restore:
             give_back()
     return observers
-
-
-def _restorer(layer: Any, width: int) -> Callable[[], None]:
-    """What puts a layer back after its last `width` rows were written over."""
-    if not is_exact(layer):
-        return restorer_of_copy(layer)
-    offset = layer.offset
-    rows = slice(offset - width, offset)
-    # Copies of the rows alone: a second reference to the buffer would have it copied whole.
-    keys, values = (mx.contiguous(a[..., rows, :]) for a in layer.keys_and_values())
-    mx.eval(keys, values)
-
-    def give_back() -> None:
-        layer.keys[..., rows, :] = keys
-        layer.values[..., rows, :] = values
-        layer.offset = offset
-        mx.eval(layer.keys, layer.values)
-
-    return give_back

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvkeep.caches import is_compact, is_plain
+import mlx.core as mx
+
+from kvkeep.caches import is_compact, is_exact, is_plain
+from kvkeep.errors import CacheError
 
 
 @contextlib.contextmanager
@@ -68,3 +71,38 @@ def restorer_of_copy(layer: Any) -> Callable[[], None]:
         layer.__dict__.update(before.__dict__)
 
     return give_back
+
+
+def restorer_of_rows(layer: Any, width: int) -> Callable[[], None]:
+    """What puts a layer back after its last `width` rows were trimmed and written over."""
+    if not is_exact(layer):
+        return restorer_of_copy(layer)
+    offset = layer.offset
+    rows = slice(offset - width, offset)
+    # Copies of the rows alone: a second reference to the buffer would have it copied whole.
+    keys, values = (mx.contiguous(a[..., rows, :]) for a in layer.keys_and_values())
+    mx.eval(keys, values)
+
+    def give_back() -> None:
+        layer.keys[..., rows, :] = keys
+        layer.values[..., rows, :] = values
+        layer.offset = offset
+        mx.eval(layer.keys, layer.values)
+
+    return give_back
+
+
+def require_trimmable(leaves: Sequence[Any], purpose: str, remedy: str) -> None:
+    """Refuse caches that cannot be trimmed.
+
+    Raises:
+        CacheError: names their kinds.
+    """
+    stuck = sorted({type(leaf).__name__ for leaf in leaves if not leaf.is_trimmable()})
+    if stuck:
+        raise CacheError(
+            f"cannot {purpose} over a cache that cannot be trimmed",
+            expected="trimmable layers",
+            received=", ".join(stuck),
+            remedy=remedy,
+        )

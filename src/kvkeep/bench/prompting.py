@@ -12,8 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvkeep.allocation import Allocation, allocation_of
 from kvkeep.attention import (
+    DraftStart,
     Observation,
     RepeatPrompt,
+    drafted,
     find_parts,
     observed_prefill,
     repeated,
@@ -183,6 +185,8 @@ def _prefilled(model: Any, tokens: Sequence[int], step: int, config: EvictionCon
     )
     if "replay" in policy.needs:
         seen = repeated(model, tokens, cache, layers, policy, seen, RepeatPrompt(), step)
+    if policy.draft_length:
+        seen = drafted(model, tokens, cache, layers, policy, seen, DraftStart())
     return _Observed(cache, layers, seen)
 
 
@@ -196,7 +200,10 @@ def _replayed(
     parts = find_parts(model, cache, layers, policy.needs, policy.name)
     last = tokens[-max(window, 1) :]
     observers = replay_queries(model, cache, last, layers, policy=policy.name, needed=window > 0)
-    return _Observed(cache, layers, Observation(observers, parts=parts))
+    seen = Observation(observers, parts=parts)
+    if policy.draft_length:
+        seen = drafted(model, tokens, cache, layers, policy, seen, DraftStart())
+    return _Observed(cache, layers, seen)
 
 
 def _compacted(observed: _Observed, config: EvictionConfig) -> tuple[SnapKVEvictionResult, float]:

@@ -60,6 +60,7 @@ _FLAGS: tuple[tuple[str, str, Callable[[str], object], str], ...] = (
     ("value-norm", "value_norm", true_or_false, "whether it multiplies by the value's length"),
     ("epsilon", "epsilon", float, "what it and criticalkv add to attention before they multiply"),
     ("stage-share", "stage_share", float, "share that criticalkv fills by attention alone"),
+    ("draft-tokens", "draft_tokens", int, "tokens of its answer that lookahead drafts"),
     ("seed", "seed", int, "of the policies that draw"),
     (
         "protect",
@@ -84,7 +85,7 @@ _METAVARS = {
 }
 _POLICYS_OWN = (
     "window", "pooling", "pool_kernel", "group", "chunk_size", "lag", "cross", "gamma", "mix",
-    "n_future", "covariance", "value_norm", "epsilon", "stage_share",
+    "n_future", "covariance", "value_norm", "epsilon", "stage_share", "draft_tokens",
 )  # fmt: skip
 _UNSET = {
     **dict.fromkeys(_POLICYS_OWN, "the policy's own"),

@@ -20,7 +20,7 @@ from kvkeep.evaluation.records import HarnessRecord, Record
 from kvkeep.evaluation.results import ResultsFile
 from kvkeep.evaluation.running import Progress, require_profiles
 from kvkeep.evaluation.settings import Variant
-from kvkeep.generation import repeat_prompt
+from kvkeep.generation import draft_start, repeat_prompt
 from kvkeep.spec import EvictionConfig, checked_count
 
 _DEFAULT_TOKENS = 256  # of an answer whose task names no number
@@ -169,9 +169,14 @@ def prompt_cache_of(
         return cache
     with mx.stream(generation_stream), wired_limit(model):
         if config is not None:
-            repeat = repeat_prompt(tokenizer, config)
             return prefill_and_compact(
-                model, tokens[:-1], cache, config, step=step, repeat_prompt=repeat
+                model,
+                tokens[:-1],
+                cache,
+                config,
+                step=step,
+                repeat_prompt=repeat_prompt(tokenizer, config),
+                draft_start=draft_start(tokenizer, config, tokens[-1]),
             ).cache
         for start in range(0, len(tokens) - 1, step):
             chunk = mx.array(list(tokens[start : min(start + step, len(tokens) - 1)]))

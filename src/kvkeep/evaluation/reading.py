@@ -11,7 +11,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvkeep.allocation import allocation_of
-from kvkeep.attention import Observation, RepeatPrompt, observed_prefill, repeated
+from kvkeep.attention import (
+    DraftStart,
+    Observation,
+    RepeatPrompt,
+    drafted,
+    observed_prefill,
+    repeated,
+)
 from kvkeep.choosing import require_choosable
 from kvkeep.compaction import cache_nbytes, choose_observed, store_selection
 from kvkeep.evictable import evictable_layers
@@ -51,6 +58,7 @@ def read(
     *,
     step: int = 2048,
     repeat: RepeatPrompt | None = None,
+    draft: DraftStart | None = None,
 ) -> Reading:
     """Prefill a prompt once, observed for all the policies that these configs name.
 
@@ -62,6 +70,7 @@ def read(
         configs: may be empty: then nothing is observed.
         step: tokens per chunk.
         repeat: instructions for policies that read the prompt a second time.
+        draft: where policies that draft an answer begin; None: where the tokens end.
 
     Raises:
         UnsupportedModelError: a policy cannot be carried out on this model.
@@ -87,6 +96,9 @@ def read(
         if "replay" in policy.needs:
             again = repeat or RepeatPrompt()
             by_policy[policy] = repeated(model, tokens, cache, layers, policy, seen, again, step)
+        if policy.draft_length:
+            start_at = draft or DraftStart()
+            by_policy[policy] = drafted(model, tokens, cache, layers, policy, seen, start_at)
     return Reading(cache, layers, len(tokens), by_policy, seconds)
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
 from kvkeep.allocation import allocation_of
-from kvkeep.attention import RepeatPrompt, require_profile_of
+from kvkeep.attention import DraftStart, RepeatPrompt, require_profile_of
 from kvkeep.errors import ConfigError
 from kvkeep.evaluation.answering import answers
 from kvkeep.evaluation.asking import Asked, Questions
@@ -152,10 +152,18 @@ def _records(
         [variant.config for variant in variants if variant.config is not None],
         step=step,
         repeat=repeats(tokenizer, variants),
+        draft=_draft(tokenizer, tokens, held),
     )
     for variant in variants:
         yield _record(model, tokenizer, example, tokens, protocol, variant, reading, step)
         mx.clear_cache()
+
+
+def _draft(tokenizer: Any, tokens: Tokens, held: int) -> DraftStart:
+    """Policies that draft begin with what follows the compressed part, known or not."""
+    prompt = tokens.prompts[0]
+    aware = held + 1 == len(prompt)
+    return DraftStart(prompt[held] if aware else None, frozenset(tokenizer.eos_token_ids))
 
 
 def _record(

@@ -31,7 +31,7 @@ from kvkeep.compaction import (
 )
 from kvkeep.errors import BudgetError, PromptError
 from kvkeep.evictable import evictable_layers
-from kvkeep.generation import RECOMMENDED, encode_prompt, repeat_prompt
+from kvkeep.generation import RECOMMENDED, draft_start, encode_prompt, repeat_prompt
 from kvkeep.inspecting.inspection import InspectedLayer, Inspection, Rung
 from kvkeep.inspecting.layers import require_shown
 from kvkeep.inspecting.units import text_units
@@ -100,6 +100,7 @@ def inspect_prompt(
             policy,
             window=max(policy.observation_window, allocation.window),
             repeat_prompt=repeat_prompt(wrapped, config),
+            draft_start=draft_start(wrapped, config, tokens[-1]),
             score_chunk_size=config.score_chunk_size,
             step=prefill_step_size,
             progress=progress,

@@ -13,8 +13,10 @@ from kvkeep.policies.accumulate import Accumulator
 from kvkeep.spec import EvictionConfig, LayerView
 
 # "attention" is every query of the prefill and "replay" every query of a second reading of
-# the prompt: either feeds the policy's accumulator.
-Need = Literal["queries", "keys", "values", "attention", "rope", "output_weights", "replay"]
+# the prompt: either feeds the policy's accumulator. "draft" is what the model would say next.
+Need = Literal[
+    "queries", "keys", "values", "attention", "rope", "output_weights", "replay", "draft"
+]
 Scope = Literal["model", "head"]
 
 
@@ -57,6 +59,11 @@ class Policy(ABC):
     @property
     def observation_window(self) -> int:
         """W, the last queries that must be observed; 0: none are needed."""
+        return 0
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens of an answer that are drafted before rows are scored; 0: none are needed."""
         return 0
 
     def default_recent(self, budget: int) -> int:

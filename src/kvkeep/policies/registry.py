@@ -17,6 +17,7 @@ from kvkeep.policies.knorm import Knorm
 from kvkeep.policies.kvzip import KVzip
 from kvkeep.policies.lagkv import LagKV
 from kvkeep.policies.leverage import Leverage
+from kvkeep.policies.lookahead import Lookahead
 from kvkeep.policies.non_causal_attn import NonCausalAttention
 from kvkeep.policies.observed_attention import ObservedAttention
 from kvkeep.policies.random import Random
@@ -32,6 +33,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     SnapKVD,
     SnapKV,
     Span,
+    Lookahead,
     ChunkKV,
     Cake,
     CriticalKV,
@@ -69,6 +71,7 @@ POLICY_OPTIONS = (
     "value_norm",
     "epsilon",
     "stage_share",
+    "draft_tokens",
 )
 # Settings that every config has: they reach the policies that have them as options.
 _COMMON = ("seed", "sink_tokens")

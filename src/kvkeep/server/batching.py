@@ -16,6 +16,7 @@ from mlx_lm.generate import (
 )
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvkeep.attention import DraftStart
 from kvkeep.caches import allocated_nbytes
 from kvkeep.compaction import compact_prefilled, kept_as_it_is
 from kvkeep.errors import KvkeepError
@@ -347,7 +348,9 @@ def compact_asked(model: Any, tokens: list[int], cache: list[Any], plan: Plan) -
         return
     start = time.perf_counter()
     try:
-        result = compact_prefilled(model, tokens, cache, kv.config)
+        following = [*plan.prompt, *plan.answered][len(tokens)]
+        begin = DraftStart(following, plan.stop)
+        result = compact_prefilled(model, tokens, cache, kv.config, draft_start=begin)
         mx.eval([layer.state for layer in result.cache])
     except Exception as error:  # one request's fault must not end the others
         if not (isinstance(error, KvkeepError) or is_out_of_memory(error)):

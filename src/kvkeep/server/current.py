@@ -77,6 +77,7 @@ class Plan:
         sequence: how mlx-lm's batch generator answers it (max_tokens, sampler, …), to begin
             again with.
         answered: tokens that were sent; a request that begins again reads them.
+        stop: token ids that end an answer.
     """
 
     kv: KvRequest
@@ -94,6 +95,7 @@ class Plan:
     placed: bool = False
     sequence: tuple[Any, ...] | None = None
     answered: list[int] = field(default_factory=list)
+    stop: frozenset[int] = frozenset()
 
 
 class HeldLayers(list[Any]):

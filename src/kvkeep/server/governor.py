@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvkeep.caches import is_compact
 from kvkeep.footprint import Footprint
+from kvkeep.policies import policy_of
 from kvkeep.reuse import Hit, PromptStore
 from kvkeep.server.current import Plan
 from kvkeep.server.faults import RequestError
@@ -277,7 +278,8 @@ class Estimate:
             return Need(prompt + drafted, self.footprint.allocated_nbytes(last) + drafted)
         there = _rows_before(plan, held)
         kept = min(self.kept_rows(plan), there)
-        prompt = self.footprint.allocated_nbytes(held, kept=there, chunk=self.chunk)
+        ahead = policy_of(config).draft_length  # rows that come and go before others are evicted
+        prompt = self.footprint.allocated_nbytes(held + ahead, kept=there + ahead, chunk=self.chunk)
         compact = self.footprint.nbytes(held, kept=kept)
         rows = kept + plan.max_tokens + 1
         decode = self.footprint.allocated_nbytes(last, kept=rows)

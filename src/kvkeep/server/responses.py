@@ -223,7 +223,9 @@ class EvictingResponses(ResponseGenerator):
                 )
             kv.config = self._for_prompt(kv, tokenizer, request, args, prompt)
         alone = vision is not None or not self._is_batchable(args)
-        return made, self._plan(args, made, alone)
+        plan = self._plan(args, made, alone)
+        plan.stop = frozenset(tokenizer.eos_token_ids)
+        return made, plan
 
     def _plan_ahead(
         self, request: CompletionRequest, args: PlannedArguments

@@ -18,6 +18,7 @@ from kvkeep.spec.results import (
     SnapKVEvictionResult,
 )
 from kvkeep.spec.view import (
+    Drafted,
     LayerSelection,
     LayerView,
     OutputWeights,
@@ -33,6 +34,7 @@ __all__ = [
     "STORES",
     "Budget",
     "CompactionTimes",
+    "Drafted",
     "EvictionConfig",
     "HeadPartitionedEvictionResult",
     "HeadProfile",

@@ -61,6 +61,8 @@ class EvictionConfig:
             weights (CriticalKV); None is the policy's default.
         stage_share: share of the budget that attention alone chooses (CriticalKV); None is
             the policy's default.
+        draft_tokens: tokens that the model drafts of its answer, to score by (lookahead); None is
+            the policy's default.
         sink_tokens: first positions that always stay (they shrink to a smaller budget).
         recent_tokens: last positions that always stay; None is the policy's default.
         min_tokens: prompts of at most this many tokens are kept whole.
@@ -91,6 +93,7 @@ class EvictionConfig:
     value_norm: bool | None = None
     epsilon: float | None = None
     stage_share: float | None = None
+    draft_tokens: int | None = None
     alpha: float | None = None
     head_scale: str | None = None
     beta: int | None = None
@@ -134,6 +137,7 @@ class EvictionConfig:
         _require_number("mix", self.mix, "a number between 0 and 1", 1)
         _require_number("stage_share", self.stage_share, "a number between 0 and 1", 1)
         _require_int("n_future", self.n_future, 1, optional=True)
+        _require_int("draft_tokens", self.draft_tokens, 1, optional=True)
         _require_number("alpha", self.alpha, "a number between 0 and 1", 1)
         _require_number("retrieval_share", self.retrieval_share, "a number between 0 and 1", 1)
         for name in ("tau1", "tau2"):

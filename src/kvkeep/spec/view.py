@@ -32,6 +32,19 @@ OutputWeights = Callable[[int], mx.array]
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """What a layer's attention looked like while the model drafted its answer.
+
+    Attributes:
+        queries: [H_q, n, D] post-RoPE queries of the n tokens after the view's rows.
+        keys: [H_kv, n, D], of the same tokens; n >= 1.
+    """
+
+    queries: mx.array
+    keys: mx.array
+
+
+@dataclass(frozen=True)
 class LayerView:
     """One layer of one request, as a policy sees it.
 
@@ -51,6 +64,7 @@ class LayerView:
         seen: what the policy's accumulator gathered, arrays by name.
         rope: the layer's rotation, for policies that need it, else None.
         output_weights: of the layer's output projection, likewise.
+        draft: of what the model would answer, likewise.
     """
 
     keys: mx.array
@@ -66,6 +80,7 @@ class LayerView:
     seen: Mapping[str, mx.array] = field(default_factory=dict)
     rope: Rope | None = None
     output_weights: OutputWeights | None = None
+    draft: Drafted | None = None
 
     def row_positions(self) -> np.ndarray:
         """True positions of the rows: int [1, T] or [H_kv, T]."""
