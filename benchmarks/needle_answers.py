@@ -12,7 +12,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvkeep import EvictionConfig, copy_cache, evict_selection
 from kvkeep.allocation import allocation_of
-from kvkeep.attention import Observation, RepeatPrompt, observed_prefill, repeated
+from kvkeep.attention import (
+    DraftStart,
+    Observation,
+    RepeatPrompt,
+    drafted,
+    observed_prefill,
+    repeated,
+)
 from kvkeep.compaction import choose_observed
 from kvkeep.evictable import evictable_layers
 from kvkeep.haystack import NeedlePrompt
@@ -110,12 +117,14 @@ def read(
     step: int = 512,
     policy: Policy | None = None,
     repeat: RepeatPrompt | None = None,
+    draft: DraftStart | None = None,
 ) -> Read:
     """Prefill a prompt once, keeping the last `window` queries of each layer.
 
     Args:
         policy: one that looks at more than that while the prompt is read (`own_reading`).
         repeat: its instructions to repeat the prompt, if it takes any.
+        draft: where its draft of the answer begins, if it drafts.
     """
     cache = make_prompt_cache(model)
     layers = evictable_layers(model, cache)
@@ -126,6 +135,8 @@ def read(
     if policy is not None and "replay" in policy.needs:
         prompt = repeat or RepeatPrompt()
         seen = repeated(model, context, cache, layers, policy, seen, prompt, step)
+    if policy is not None and policy.draft_length:
+        seen = drafted(model, context, cache, layers, policy, seen, draft or DraftStart())
     return Read(cache, layers, seen)
 
 

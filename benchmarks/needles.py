@@ -51,6 +51,7 @@ def _setting(policy: str, **options: Any) -> Setting:
 
 
 SETTINGS = (
+    _setting("lookahead"),
     _setting("span"),
     _setting("span", allocation="adaptive"),
     _setting("snapkv"),
@@ -116,7 +117,7 @@ def evaluate(
 
     from kvkeep import EvictionConfig, copy_cache
     from kvkeep.allocation import allocation_of
-    from kvkeep.generation import repeat_prompt
+    from kvkeep.generation import draft_start, repeat_prompt
     from kvkeep.policies import policy_of
 
     settings = [s for s in SETTINGS if options.only is None or s.options["policy"] in options.only]
@@ -149,8 +150,15 @@ def evaluate(
             }
             for policy in dict.fromkeys(readings.values()):
                 keys = [key for key in missing if readings[key] == policy]
-                repeat = None if policy is None else repeat_prompt(tokenizer, configs[keys[0]])
-                exact = read(model, tokens.context, window, policy=policy, repeat=repeat)
+                config = None if policy is None else configs[keys[0]]
+                repeat = draft = None
+                if config is not None:
+                    first = tokens.given[0] if len(tokens.given) == 1 else None  # known in use
+                    repeat = repeat_prompt(tokenizer, config)
+                    draft = draft_start(tokenizer, config, first)
+                exact = read(
+                    model, tokens.context, window, policy=policy, repeat=repeat, draft=draft
+                )
                 for key in keys:
                     full = key[0] == FULL
                     cache = copy_cache(exact.cache) if full else evicted(exact, configs[key])

@@ -40,7 +40,7 @@ def test_a_folder_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     folder = write_tiny_folder(tmp_path / "model")
     assert main(["model", "check", "--model", str(folder)]) == 0
     out = capsys.readouterr().out
-    for part in ("0 – 1", "KVCache", "evicted", "8,192", "131,072", "75%", "exact", "'span'"):
+    for part in ("0 – 1", "KVCache", "evicted", "8,192", "131,072", "75%", "exact", "'lookahead'"):
         assert part in out, out
 
 
@@ -81,7 +81,7 @@ def test_what_is_asked_for_is_refused_as_elsewhere(
     on_type("gemma2")
     lines = lines_of(capsys, status=1)
     asked = " ".join(lines).partition("as asked")[2]
-    assert "'span' cannot see its queries" in asked and "keydiff" in asked
+    assert "'lookahead' cannot see its queries" in asked and "keydiff" in asked
     assert any(line.startswith("verdict exact") for line in lines)
     assert lines_of(capsys, "--kv-eviction", "keydiff")[-1].endswith("works")
 

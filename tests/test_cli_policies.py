@@ -129,11 +129,11 @@ def test_help_names_every_policy(name: str, capsys: pytest.CaptureFixture[str]) 
 def test_every_option_is_a_flag(name: str) -> None:
     """What the table shows can be set on the command line."""
     values = {
-        "group": "mean" if name == "span" else "max",
+        "group": "mean" if name in ("span", "lookahead") else "max",
         "window": "9", "pool_kernel": "3", "pooling": "max", "chunk_size": "7", "lag": "33",
         "cross": "true", "gamma": "2.5", "mix": "0.5", "seed": "11", "sink_tokens": "6",
         "n_future": "77", "covariance": "false", "value_norm": "false", "epsilon": "0.25",
-        "stage_share": "0.75",
+        "stage_share": "0.75", "draft_tokens": "5",
     }  # fmt: skip
     fields = [field.name for field in dataclasses.fields(POLICIES[name])]
     argv = ["generate", "--kv-eviction", name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-import kvkeep
 from kvkeep import EvictionConfig, compact_prompt_cache, generate
 from kvkeep.attention import DraftStart, Observation, drafted, facts_of, observed_prefill
 from kvkeep.caches import leaves_of, row_groups
@@ -148,6 +148,29 @@ def test_what_fails_leaves_the_cache_as_it_was() -> None:
         np.testing.assert_array_equal(layer.keys_and_values()[0], rows)
 
 
+@pytest.mark.parametrize(("chunk", "length"), [(1, 70), (3, 300), (8, 300), (100, 12)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_it_scores_as_span_does_with_the_draft_in_its_window(
+    chunk: int, length: int, sinks: bool
+) -> None:
+    view = view_of(POLICY, length)
+    view = replace(
+        view,
+        score_chunk_size=chunk,
+        sinks=mx.array([0.5, -1.0, 2.0, 0.0]) if sinks else None,
+    )
+    draft = view.draft
+    assert draft is not None and view.queries is not None
+    joined = replace(
+        view,
+        keys=mx.concatenate([view.keys, draft.keys], axis=1),
+        queries=mx.concatenate([view.queries, draft.queries], axis=1),
+        draft=None,
+    )
+    right = np.asarray(get_policy("span").score(joined))[:, :length]
+    np.testing.assert_allclose(POLICY.score(view), right, rtol=1e-4, atol=1e-9)
+
+
 def test_a_draft_moves_what_is_kept_to_what_is_asked_later() -> None:
     """A row that only the answer looks at: span's window does not, lookahead's draft does."""
     span, ahead = get_policy("span", pool_kernel=1), get_policy("lookahead", pool_kernel=1)
@@ -156,8 +179,7 @@ def test_a_draft_moves_what_is_kept_to_what_is_asked_later() -> None:
     target = view.keys[:, 40:41] * 0 + 6.0
     keys = mx.concatenate([view.keys[:, :40], target, view.keys[:, 41:]], axis=1)
     asked = type(view.draft)(mx.full(view.draft.queries.shape, 3.0), view.draft.keys)
-    view = kvkeep.LayerView(**{**vars(view), "keys": keys, "draft": asked})
-    view = kvkeep.LayerView(**{**vars(view), "queries": -mx.abs(view.queries)})
+    view = replace(view, keys=keys, draft=asked, queries=-mx.abs(view.queries))
     for head in range(2):
         ours, theirs = (np.asarray(policy.score(view))[head] for policy in (ahead, span))
         assert ours.argmax() == 40

@@ -387,4 +387,4 @@ def test_the_recommended_config_is_the_default() -> None:
     responses = list(kvkeep.stream_generate(tiny_llama(), word_tokenizer(), long, max_tokens=2))
     assert responses[0].kv is not None
     assert responses[0].kv.retained_tokens == 399 // 4
-    assert EvictionConfig.parse({"policy": "span", "budget": "25%"}) == kvkeep.RECOMMENDED
+    assert EvictionConfig.parse({"policy": "lookahead", "budget": "25%"}) == kvkeep.RECOMMENDED

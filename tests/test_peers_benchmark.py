@@ -328,7 +328,7 @@ def report_of(peers: Any, ours: dict[Any, Any], theirs: dict[Any, Any], **more: 
 def test_every_row_behind_is_named_with_what_was_said(peers: Any) -> None:
     full = scored(peers, "full cache", [1, 1, 1, 1], "100%")
     ours = full | scored(peers, "snapkv", [0, 0, 1, 1]) | scored(peers, "tova", [1, 1, 1, 1])
-    ours |= scored(peers, "span (recommended)", [1, 1, 1, 1])
+    ours |= scored(peers, "lookahead (recommended)", [1, 1, 1, 1])
     theirs = full | scored(peers, "snapkv", [1, 1, 1, 1]) | scored(peers, "tova", [0, 0, 0, 0])
     text = report_of(peers, ours, theirs)
     behind = text.split("## Every row where kvkeep is behind")[1].split("## Task by task")[0]
@@ -351,7 +351,7 @@ def test_the_count_of_rows_within_noise_leaves_out_the_worse(peers: Any) -> None
 
 
 def test_the_recommended_setting_stands_against_the_best(peers: Any) -> None:
-    ours = scored(peers, "span (recommended)", [1, 1, 1, 0])
+    ours = scored(peers, "lookahead (recommended)", [1, 1, 1, 0])
     ours |= scored(peers, "snapkv", [0, 0, 0, 0])
     theirs = scored(peers, "snapkv", [1, 0, 0, 0]) | scored(peers, "kvzip", [1, 1, 0, 0])
     text = report_of(peers, ours, theirs)

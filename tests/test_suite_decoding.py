@@ -26,7 +26,7 @@ from tiny_models import random_tokens, tiny_llama
 T = 90
 PROMPT, WINDOW = random_tokens(T), random_tokens(6, seed=5)
 TOLERANCE = 1e-4
-FED = {name for name, policy in POLICIES.items() if policy.needs & {"attention", "replay"}}
+FED = {name for name, policy in POLICIES.items() if policy.needs & {"attention", "replay", "draft"}}
 NAMES = sorted({"sink_recent", "random", "attention", "pyramid", *POLICIES} - FED)
 
 

@@ -103,21 +103,22 @@ def select_with(model: Any, policy: str, cache: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "needs"),
     [
-        "observed_attention",
-        "expected_attention",
-        "non_causal_attn",
-        "compactor",
-        "kvzip",
+        ("observed_attention", "attention"),
+        ("expected_attention", "attention"),
+        ("non_causal_attn", "attention"),
+        ("compactor", "attention"),
+        ("kvzip", "replay"),
+        ("lookahead", "draft"),
     ],
 )
-def test_policies_that_watch_the_whole_prompt(name: str) -> None:
+def test_policies_that_watch_more_than_a_window(name: str, needs: str) -> None:
     expect_refused(
         prefilled(tiny_llama(), PROMPT),
         lambda c: select_with(tiny_llama(), name, c),
         ConfigError,
-        f"{name!r} needs {'replay' if name == 'kvzip' else 'attention'}, which select_cache",
+        f"{name!r} needs {needs}, which select_cache",
         "compact_prompt_cache",
     )
 

@@ -13,6 +13,7 @@ import kvkeep.policies.pieces as pieces_module
 import kvkeep.policies.window as window_module
 from kvkeep import LayerView, get_policy
 from kvkeep.policies import POLICIES, Chunk, Policy, Replayed, window_attention, window_mass
+from kvkeep.spec import Drafted
 from policy_views import rope_of
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -141,6 +142,8 @@ def scoring_peak(policy: Policy, length: int, dtype: mx.Dtype) -> int:
     window = policy.observation_window
     queries = random((32, window, 128), dtype, 1) if window else None
     weights = random((128, 256), dtype, 2)
+    drafted = policy.draft_length
+    draft = Drafted(random((32, drafted, 128), dtype, 3), random((8, drafted, 128), dtype, 4))
     view = LayerView(
         keys,
         keys,
@@ -151,6 +154,7 @@ def scoring_peak(policy: Policy, length: int, dtype: mx.Dtype) -> int:
         keep=length // 4,
         rope=rope_of(128),
         output_weights=lambda head: weights,
+        draft=draft if drafted else None,
     )
     mx.eval(keys, weights, [] if queries is None else queries)
     mx.clear_cache()
@@ -166,7 +170,7 @@ PIECEWISE = (window_module, grouping_module, pieces_module, lagkv_module, critic
 
 # Arrays [32, T] float32 that a policy may hold beside its pieces: CAKE has two moments, each
 # as a sum and as the part that is added to it.
-HELD = {"cake": 4, "span": 4}
+HELD = {"cake": 4, "span": 4, "lookahead": 4}
 ACCUMULATING = sorted(n for n in POLICIES if get_policy(n).needs & {"attention", "replay"})
 
 

@@ -73,7 +73,7 @@ def whole_logits(kind: str, step: int = STEP) -> np.ndarray:
 
 
 def policy_for(kind: str) -> str:
-    """What the commands use by default, else one that needs no queries."""
+    """What the server uses by default, else one that needs no queries."""
     return "span" if "span" in report_of(kind).policies else "keydiff"
 
 

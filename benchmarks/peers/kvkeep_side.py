@@ -36,7 +36,7 @@ from kvkeep.bench import Device, stock_prefill
 from kvkeep.caches import row_groups
 from kvkeep.compaction import prefill_and_compact
 from kvkeep.evaluation import evicted, read, variants_of
-from kvkeep.generation import repeat_prompt
+from kvkeep.generation import draft_start, repeat_prompt
 
 _STEPS = 24
 
@@ -100,7 +100,7 @@ def timings(
     for number in range(-1, rounds):  # the first round warms up
         for key in wanted[:1] if number < 0 else wanted:
             start = time.perf_counter()
-            cache = _prefilled(model, tokenizer, list(prompt.ids[:-1]), *key)
+            cache = _prefilled(model, tokenizer, list(prompt.ids), *key)
             prefill = time.perf_counter() - start
             step = _decode_step(model, cache, prompt.ids[-1])
             if number >= 0:
@@ -113,9 +113,8 @@ def timings(
     ]
 
 
-def _prefilled(
-    model: Any, tokenizer: Any, tokens: list[int], setting: str, budget: str
-) -> list[Any]:
+def _prefilled(model: Any, tokenizer: Any, ids: list[int], setting: str, budget: str) -> list[Any]:
+    tokens, last = ids[:-1], ids[-1]
     if setting == FULL:
         return stock_prefill(model, tokens, 2048)
     planned = next(p for p in (*PAIRS, *OWN) if p.name == setting)
@@ -129,6 +128,7 @@ def _prefilled(
             config,
             step=2048,
             repeat_prompt=repeat_prompt(tokenizer, config),
+            draft_start=draft_start(tokenizer, config, last),
         )
         mx.eval([layer.state for layer in done.cache])
     return done.cache

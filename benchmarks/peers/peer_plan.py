@@ -139,7 +139,8 @@ PAIRS = (
 )
 #: As kvkeep ships them: sinks and recent rows stay.
 OWN = (
-    Own("span (recommended)", "span"),
+    Own("lookahead (recommended)", "lookahead"),
+    Own("span", "span"),
     Own("snapkv, kvkeep's defaults", "snapkv", "snapkv"),
     Own("chunkkv, kvkeep's defaults", "chunkkv", "chunkkv"),
     Own("kvzip, kvkeep's defaults", "kvzip", "kvzip"),

@@ -27,7 +27,9 @@ _REPEAT = "\n\nRepeat the previous context exactly."
 _GO_ON = "\n\nRepeat the part of the previous context exactly, starting with "
 
 #: What the commands do unless told otherwise.
-RECOMMENDED = EvictionConfig(policy="span", budget=Budget(0.25, "share"))
+RECOMMENDED = EvictionConfig(policy="lookahead", budget=Budget(0.25, "share"))
+#: What the server does when a request names no policy: drafting would hold up all the others.
+SERVED = EvictionConfig(policy="span", budget=Budget(0.25, "share"))
 
 
 @dataclass

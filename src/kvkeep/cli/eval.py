@@ -45,7 +45,7 @@ from kvkeep.evaluation import (
 from kvkeep.haystack import Haystack, prose_from_files
 from kvkeep.reports import eval_markdown, eval_page, eval_picture
 
-_POLICIES = ("span", "snapkv", "sink_recent")
+_POLICIES = ("lookahead", "span", "snapkv", "sink_recent")
 _BUDGETS = ("25%", "50%")
 
 

@@ -11,7 +11,7 @@ from kvkeep.cli.flags import EVICTION_OFF, add_eviction_flags, eviction_config
 from kvkeep.cli.loading import is_path, mention_demo
 from kvkeep.demo_model import resolve_model
 from kvkeep.errors import ConfigError
-from kvkeep.generation import RECOMMENDED
+from kvkeep.generation import SERVED
 from kvkeep.server import ServerSettings, memory_bytes, serve
 
 _KEY = "KVKEEP_API_KEY"
@@ -137,7 +137,7 @@ def settings_of(args: argparse.Namespace) -> ServerSettings:
         named["kv_protect"] = None
     evicting = args.kv_eviction != EVICTION_OFF
     if not evicting:  # what requests that switch it on start from
-        named["kv_eviction"] = RECOMMENDED.policy
+        named["kv_eviction"] = SERVED.policy
     config = eviction_config(argparse.Namespace(**named))
     assert config is not None
     return ServerSettings(

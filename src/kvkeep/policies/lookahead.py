@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
 
 from kvkeep.errors import ConfigError
 from kvkeep.policies.base import Need
-from kvkeep.policies.span import Span
-from kvkeep.spec import LayerView
+from kvkeep.policies.span import GAP, Span
+from kvkeep.policies.window import apart, window_attention
+from kvkeep.spec import Drafted, LayerView
 
 
 @dataclass(frozen=True)
@@ -48,22 +49,66 @@ class Lookahead(Span):
         """K."""
         return self.draft_tokens
 
-    def score(self, view: LayerView) -> mx.array:
-        """[H_kv, T] float32.
+    def _cubes(self, view: LayerView) -> mx.array:
+        """[H_q, T] float32: of the window and the draft, as if they were one window.
 
         Raises:
             ConfigError: the view has no window, or nothing was drafted for it.
         """
-        draft, length = view.draft, view.keys.shape[1]
+        draft = view.draft
         if draft is None or view.queries is None:
             raise ConfigError(
                 "no draft for a policy that needs one",
                 expected="a LayerView with queries [H_q, W, D] and a draft",
                 received="none",
             )
-        longer = replace(
-            view,
-            keys=mx.concatenate([view.keys, draft.keys], axis=1),
-            queries=mx.concatenate([view.queries, draft.queries], axis=1),
+        window, count = view.queries.shape[1], draft.queries.shape[1]
+        whole = (window + count) * (window + count + 1)
+        lateness = mx.arange(window + 1, window + count + 1, dtype=mx.float32) * (2 / whole)
+        before = super()._cubes(view) * (window * (window + 1) / whole)
+        return before + _draft_cubes(view, draft, lateness)
+
+
+def _draft_cubes(view: LayerView, draft: Drafted, lateness: mx.array) -> mx.array:
+    """[H_q, T] float32: cubed attention of the draft's queries to the rows before it.
+
+    The drafted keys share the softmax and get no score. They are not joined to the others,
+    which would copy all of them.
+
+    Args:
+        lateness: [n] float32, what each query counts.
+    """
+    heads, count, _ = draft.queries.shape
+    length = view.keys.shape[1]
+    total = mx.zeros((heads, length))
+    for start in range(0, count, view.score_chunk_size):
+        stop = min(start + view.score_chunk_size, count)
+        late = lateness[start:stop, None]
+
+        def cubes(weights: mx.array, late: mx.array = late) -> mx.array:
+            return (weights * weights * weights * late).sum(axis=2)
+
+        part = window_attention(
+            draft.queries[:, start:stop],
+            view.keys,
+            view.scale,
+            cubes,
+            sinks=view.sinks,
+            bias=lambda start, stop: mx.array(0.0),  # all rows lie before the draft
+            factors=apart(length + start, stop - start, GAP),
+            beside=_own_mass(draft, start, stop, view.scale),
         )
-        return super().score(longer)[:, :length]
+        total = total + part.reshape(heads, length)
+        mx.eval(total)
+    return total
+
+
+def _own_mass(draft: Drafted, start: int, stop: int, scale: float) -> mx.array:
+    """[H_q, w] float32: log-sum-exp of the logits that drafted tokens give each other."""
+    kv_heads, _, dim = draft.keys.shape
+    queries = draft.queries[:, start:stop].astype(mx.float32) * scale
+    keys = draft.keys[:, :stop].astype(mx.float32)
+    logits = queries.reshape(kv_heads, -1, stop - start, dim) @ keys[:, None].swapaxes(-1, -2)
+    seen = mx.arange(stop)[None] <= mx.arange(start, stop)[:, None]
+    mass = mx.logsumexp(mx.where(seen, logits, -mx.inf), axis=-1)
+    return mass.reshape(-1, stop - start)

@@ -12,7 +12,7 @@ from kvkeep.policies.grouping import grouped
 from kvkeep.policies.window import window_cubes
 from kvkeep.spec import LayerView
 
-_GAP = 16  # positions: nearer rows are read whatever they say
+GAP = 16  # positions: nearer rows are read whatever they say
 _RECENT = 32  # rows: a question and the template's end
 
 
@@ -76,6 +76,10 @@ class Span(Policy):
     def score(self, view: LayerView) -> mx.array:
         """[H_kv, T] float32."""
         kv_heads, length, _ = view.keys.shape
-        cubes = window_cubes(view, _GAP)
+        cubes = self._cubes(view)
         pool = self.pool_kernel, self.pooling, self.group
         return grouped(lambda a, b: cubes[a:b], len(cubes), kv_heads, length, 0, *pool)
+
+    def _cubes(self, view: LayerView) -> mx.array:
+        """[H_q, T] float32: s(h, t) before pooling."""
+        return window_cubes(view, GAP)

@@ -28,6 +28,7 @@ def window_attention(
     sinks: mx.array | None = None,
     bias: Bias | None = None,
     factors: Bias | None = None,
+    beside: mx.array | None = None,
 ) -> mx.array:
     """Attention weights of the window's queries, reduced before they pile up.
 
@@ -45,6 +46,8 @@ def window_attention(
             broadcasts to [H_kv, G, w, stop - start].
         factors: what weights are multiplied by before they are reduced: (start, stop) ->
             float32 array that broadcasts to [H_kv, G, w, stop - start]. The softmax is as before.
+        beside: [H_q, w] float32, log-sum-exp of logits of other keys that share the softmax and
+            get no row, or None.
 
     Returns:
         The reduced pieces, joined along the last axis: [..., T] float32.
@@ -67,6 +70,9 @@ def window_attention(
     step = max(min(PIECE_BYTES // (4 * heads * width), PIECE_BYTES // (4 * kv_heads * dim)), 64)
     spans = [(start, min(start + step, length)) for start in range(0, length, step)]
     total = None if sinks is None else sinks.astype(mx.float32).reshape(kv_heads, -1, 1, 1)
+    if beside is not None:
+        others = beside.reshape(*grouped.shape[:3], 1)
+        total = others if total is None else mx.logaddexp(total, others)
     if len(spans) == 1:
         scores = logits(0, length)
         if total is None:  # one exponential per weight instead of two: they are the cost here
@@ -180,7 +186,7 @@ def _by_query(view: LayerView, reduce: Callable[..., mx.array], gap: int = 0) ->
             view.scale,
             partial(reduce, first=start),
             sinks=view.sinks,
-            factors=_apart(length - width + start, stop - start, gap) if gap else None,
+            factors=apart(length - width + start, stop - start, gap) if gap else None,
         )
         part = part.reshape(*part.shape[:-3], heads, visible)
         if visible < length:
@@ -229,7 +235,7 @@ def _sliding(x: mx.array, kernel: int, op: Callable[[mx.array, mx.array], mx.arr
         width *= 2
 
 
-def _apart(first: int, count: int, gap: int) -> Bias:
+def apart(first: int, count: int, gap: int) -> Bias:
     """1 where a key stands at least `gap` before the query, else 0; queries from `first` on."""
 
     def factors(start: int, stop: int) -> mx.array:

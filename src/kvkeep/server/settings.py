@@ -10,7 +10,7 @@ from kvkeep.allocation import ALLOCATION_OPTIONS, allocation_of
 from kvkeep.choosing import require_compatible
 from kvkeep.compaction import sees_all_from_replay
 from kvkeep.errors import ConfigError
-from kvkeep.generation import RECOMMENDED
+from kvkeep.generation import SERVED
 from kvkeep.policies import POLICY_OPTIONS, policy_of
 from kvkeep.server.faults import RequestError
 from kvkeep.server.monitor import Entry
@@ -49,7 +49,7 @@ class ServerSettings:
         log_json: whether log lines are JSON.
     """
 
-    config: EvictionConfig = RECOMMENDED
+    config: EvictionConfig = SERVED
     evicting: bool = False
     protect_system: bool = False
     model: str | None = None
