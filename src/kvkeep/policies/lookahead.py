@@ -37,7 +37,7 @@ class Lookahead(Span):
         ConfigError: an option is out of range.
     """
 
-    draft_tokens: int = 16
+    draft_tokens: int = 32
 
     name: ClassVar[str] = "lookahead"
     needs: ClassVar[frozenset[Need]] = frozenset({"queries", "keys", "draft"})
