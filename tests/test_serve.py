@@ -26,7 +26,7 @@ SMALL = {"eviction": "snapkv", "budget": 48, "window": 8}
 EIGHT: list[dict[str, Any]] = [
     SMALL,
     {"eviction": "none"},
-    {"eviction": "snapkv", "budget": "30%"},
+    {"eviction": "lookahead", "budget": "30%", "draft_tokens": 5},
     {"eviction": "knorm", "budget": 64},
     {"eviction": "snapkv", "allocation": "adaptive", "budget": 60},
     {"eviction": "snapkv", "allocation": "adaptive", "store": "union", "budget": 60},
