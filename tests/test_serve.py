@@ -205,10 +205,10 @@ def test_an_unforeseen_failure_is_one_requests_own(
 ) -> None:
     compact = batching.compact_prefilled
 
-    def failing(model: Any, tokens: list[int], cache: Any, config: EvictionConfig) -> Any:
+    def failing(model: Any, tokens: Any, cache: Any, config: EvictionConfig, **more: Any) -> Any:
         if config.budget == Budget(33):
             raise RuntimeError("no memory for this one")
-        return compact(model, tokens, cache, config)
+        return compact(model, tokens, cache, config, **more)
 
     monkeypatch.setattr(batching, "compact_prefilled", failing)
     alone = text_of(evicting.ask(chat(OTHER)))
@@ -336,9 +336,9 @@ def test_the_system_prompt_is_protected(
     seen: list[EvictionConfig] = []
     compact = batching.compact_prefilled
 
-    def watched(model: Any, tokens: Any, cache: Any, config: EvictionConfig) -> Any:
+    def watched(model: Any, tokens: Any, cache: Any, config: EvictionConfig, **more: Any) -> Any:
         seen.append(config)
-        return compact(model, tokens, cache, config)
+        return compact(model, tokens, cache, config, **more)
 
     monkeypatch.setattr(batching, "compact_prefilled", watched)
     kv = {"budget": 120, "protect": "system"}
