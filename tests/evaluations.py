@@ -26,6 +26,7 @@ from tiny_models import VOCAB, _Letters, tiny_llama
 POLICIES = (
     "snapkv:window=8",
     "span:allocation=adaptive",
+    "lookahead:draft_tokens=4",
     "snapkv-d",
     "knorm",
     "random:seed=3",

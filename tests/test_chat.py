@@ -142,7 +142,7 @@ def test_a_restart_is_said(folder: str, tmp_path: Path, talk: Chat) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (("--max-kv-size", "64"), "--max-kv-size and --kv-eviction span exclude each other"),
+        (("--max-kv-size", "64"), "--max-kv-size and --kv-eviction lookahead exclude each other"),
         (("--temp", "-2"), "bad value for --temp"),
         (("--kv-eviction", "snap"), "unknown eviction policy 'snap'"),
         (("--kv-budget", "100B"), "byte budget holds no row"),
@@ -167,7 +167,7 @@ def test_a_person_sees_what_is_kept_and_what_it_costs(
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == answers(folder, LINES[0])[0]
     lines = err.splitlines()
-    assert lines[0] == f"{folder}; keeps span, 30"
+    assert lines[0] == f"{folder}; keeps lookahead, 30"
     assert lines[1].startswith("q: quit")
     assert "10 tokens, " in lines[2]
     assert f"41 rows for {len(LINES[0]) + 13} tokens" in lines[2]

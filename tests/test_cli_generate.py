@@ -174,7 +174,7 @@ def test_a_compact_saved_cache_is_continued(
         tokenizer,
         question,
         prompt_cache=cache,
-        config=kvkeep.EvictionConfig(policy="span", budget=kvkeep.Budget(55)),
+        config=kvkeep.EvictionConfig(policy="lookahead", budget=kvkeep.Budget(55)),
         max_tokens=24,
     )
     argv = ["--prompt-cache-file", saved["compact"], "--prompt", "And then?"]
@@ -299,7 +299,7 @@ def test_compare_shows_both_answers_and_what_they_cost(
     speeds = [float(cell.removesuffix(" tok/s").replace(",", "")) for cell in table["decode"][:2]]
     assert float(table["decode"][2]) == pytest.approx(speeds[1] / speeds[0], abs=0.02)
     if not sampling:
-        for cell, eviction in zip(table["answer"], ("none", "span"), strict=False):
+        for cell, eviction in zip(table["answer"], ("none", "lookahead"), strict=False):
             alone = ours(monkeypatch, capsys, [*argv, "--kv-eviction", eviction], "")
             assert cell == f"{alone.strip()} …"
     assert f"{read + 1:,} prompt tokens, read once" in out

@@ -20,7 +20,7 @@ from kvkeep import EvictionConfig, stream_generate
 from kvkeep.allocation import ALLOCATIONS
 from kvkeep.compaction import prefill_and_compact
 from kvkeep.errors import BudgetError, ConfigError, PromptError
-from kvkeep.generation import repeat_prompt
+from kvkeep.generation import draft_start, repeat_prompt
 from kvkeep.heads import model_identity
 from kvkeep.inspecting import (
     Inspection,
@@ -93,6 +93,7 @@ def test_each_rung_is_what_the_library_keeps_at_that_budget(
             make_prompt_cache(model),
             replace(config, budget=rung.budget),
             repeat_prompt=repeat_prompt(tiny_tokenizer(), config),
+            draft_start=draft_start(tiny_tokenizer(), config, TOKENS[-1]),
         )
         for index, layer in enumerate(real.cache):
             kept = [np.flatnonzero(row).tolist() for row in found.kept(index, at)]
@@ -124,7 +125,7 @@ def test_the_scores_are_those_that_chose(model: Any) -> None:
             assert scores[kept].min() >= scores[~kept].max()
 
 
-@pytest.mark.parametrize("policy", ["span", "kvzip", "snapkv-d"])
+@pytest.mark.parametrize("policy", ["span", "kvzip", "snapkv-d", "lookahead"])
 def test_a_prompt_that_is_kept_whole_is_scored_all_the_same(policy: str, model: Any) -> None:
     found = inspected(model, EvictionConfig(policy=policy, budget="25%"))  # min_tokens 128
     assert found.kept_whole and all(found.kept(at).all() for at in range(LAYERS))
