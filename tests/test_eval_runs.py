@@ -239,6 +239,15 @@ def test_more_of_everything_is_added_to_the_file(
     assert all(by_key[record.key] == record for record in numbers(second))
 
 
+def test_records_come_in_the_order_that_was_asked_for(tmp_path: Path) -> None:
+    """Whatever the file had before."""
+    later = plan_of(["needle-prose"], policies=("knorm", "random:seed=3"), budgets=("30%",))
+    evaluated(tmp_path / "a.jsonl", plan_of(["needle-prose"], policies=("random:seed=3",)))
+    records = evaluated(tmp_path / "a.jsonl", later)
+    found = [record.setting.policy for record in records if isinstance(record, TaskRecord)]
+    assert found[:3] == ["none", "knorm", "random"]
+
+
 def test_records_are_flat_and_typed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     (*_, record) = evaluated(path, plan_of(["multi-query"], policies=["snapkv:window=9"]))

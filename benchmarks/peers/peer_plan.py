@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
+from typing import TypeVar
 
 FULL = "full cache"
-BUDGETS = ("12%", "25%", "50%")
+#: `KVKEEP_PEERS_BUDGETS` and `KVKEEP_PEERS_ONLY` (names of rows, with commas) ask for less.
+BUDGETS = tuple(os.environ.get("KVKEEP_PEERS_BUDGETS", "12%,25%,50%").split(","))
 #: One question each, and a rate of the full cache above 0 (`frequent-words` and
 #: `questions-two-hop` have none on the demo model); `multi-turn` asks several times.
 TASKS = (
@@ -75,10 +78,20 @@ class Velox:
     against: str
 
 
+Planned = TypeVar("Planned", Pair, Own, Velox)
+
+
+def _asked(*planned: Planned) -> tuple[Planned, ...]:
+    """Those that are asked for; the recommended setting always is."""
+    only = os.environ.get("KVKEEP_PEERS_ONLY")
+    names = None if only is None else {name.strip() for name in only.split(",")}
+    return tuple(p for p in planned if names is None or p.name in names or "recomm" in p.name)
+
+
 _SNAP = "window=64:pool_kernel=5:sink_tokens=0"
 _RAW = "head_scale=none"
 _AS_GIVEN = "sink_tokens=0:recent_tokens=0"
-PAIRS = (
+PAIRS = _asked(
     Pair("snapkv", f"snapkv:{_SNAP}", "SnapKVPress()"),
     Pair(
         "snapkv-w32",
@@ -138,7 +151,7 @@ PAIRS = (
     ),
 )
 #: As kvkeep ships them: sinks and recent rows stay.
-OWN = (
+OWN = _asked(
     Own("lookahead (recommended)", "lookahead"),
     Own("span", "span"),
     Own("snapkv, kvkeep's defaults", "snapkv", "snapkv"),
@@ -147,7 +160,7 @@ OWN = (
     Own("keydiff, kvkeep's defaults", "keydiff", "keydiff"),
 )
 RECOMMENDED = OWN[0]
-VELOX = (Velox("snapkv", "snapkv", {"snap_budget": "{rows}"}, "snapkv, kvkeep's defaults"),)
+VELOX = _asked(Velox("snapkv", "snapkv", {"snap_budget": "{rows}"}, "snapkv, kvkeep's defaults"))
 
 
 def share(budget: str) -> float:

@@ -81,7 +81,7 @@ def run_tasks(
         progress: called before the first result and after each.
 
     Returns:
-        The plan's records, old and new.
+        The plan's records, old and new, in its order.
 
     Raises:
         ConfigError: a length has no room for a task, or a policy cannot score this prompt.
@@ -91,11 +91,11 @@ def run_tasks(
     require_profiles(model, plan.variants)
     report, done = progress or (lambda *_: None), _done(plan, file)
     report(done, plan.count, "")
-    wanted: set[tuple[str, ...]] = set()
+    wanted: dict[tuple[str, ...], int] = {}
     with mx.stream(generation_stream), wired_limit(model):
         for asked in plan.questions:
             keys = _keys(asked, plan)
-            wanted.update(keys)
+            wanted |= {key: len(wanted) + at for at, key in enumerate(keys)}
             if all(key in file for key in keys):
                 continue
             example = asked.example(tokenizer, prose)
@@ -108,7 +108,8 @@ def run_tasks(
                     file.add(record)
                     done += 1
                     report(done, plan.count, words)
-    return tuple(record for record in file.records if record.key in wanted)
+    found = [record for record in file.records if record.key in wanted]
+    return tuple(sorted(found, key=lambda record: wanted[record.key]))
 
 
 def require_profiles(model: Any, variants: Sequence[Variant]) -> None:
