@@ -242,7 +242,8 @@ def test_more_of_everything_is_added_to_the_file(
 def test_records_come_in_the_order_that_was_asked_for(tmp_path: Path) -> None:
     """Whatever the file had before."""
     later = plan_of(["needle-prose"], policies=("knorm", "random:seed=3"), budgets=("30%",))
-    evaluated(tmp_path / "a.jsonl", plan_of(["needle-prose"], policies=("random:seed=3",)))
+    first = plan_of(["needle-prose"], policies=("random:seed=3",), budgets=("30%",))
+    evaluated(tmp_path / "a.jsonl", first)
     records = evaluated(tmp_path / "a.jsonl", later)
     found = [record.setting.policy for record in records if isinstance(record, TaskRecord)]
     assert found[:3] == ["none", "knorm", "random"]
