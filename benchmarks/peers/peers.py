@@ -202,7 +202,7 @@ def gathered(options: argparse.Namespace, failed: dict[str, str]) -> Report:
     notes = "" if options.notes is None else options.notes.read_text(encoding="utf-8")
     return Report(
         date=options.date,
-        command="make peers",
+        command=f"make peers PEERS_FLAGS='{_told(options)}'",
         prompts=prompts,
         header=header,
         scores=scores,
@@ -211,6 +211,14 @@ def gathered(options: argparse.Namespace, failed: dict[str, str]) -> Report:
         kept=kept,
         failed=failed,
         notes=notes,
+    )
+
+
+def _told(options: argparse.Namespace) -> str:
+    """The flags that say what was asked."""
+    return (
+        f"--prompts {options.prompts} --tokens {options.tokens} --seed {options.seed}"
+        f" --rounds {options.rounds}{' --together' if options.together else ''}"
     )
 
 
