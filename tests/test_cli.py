@@ -179,8 +179,8 @@ def test_a_wrong_eviction_flag_is_refused(flags: str, error: type, text: str) ->
 @pytest.mark.parametrize(
     ("flags", "both"),
     [
-        ("--image a.png", ("--image", "--kv-eviction span")),
-        ("--max-kv-size 64", ("--max-kv-size", "--kv-eviction span")),
+        ("--image a.png", ("--image", "--kv-eviction lookahead")),
+        ("--max-kv-size 64", ("--max-kv-size", "--kv-eviction lookahead")),
         ("--compare --kv-eviction none", ("--compare", "--kv-eviction none")),
         ("--compare --draft-model demo", ("--compare", "--draft-model")),
     ],
