@@ -42,8 +42,8 @@ def test_from_a_model_to_a_file_and_a_table(
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["results.jsonl", "results.md"]
     assert text.read_text(encoding="utf-8") == markdown(report)
     table = cells(out)
-    assert {"exact", "stock", "span 40%, union"} <= table.keys()
-    assert table["span 40%, per-head"][0] == "64"
+    assert {"exact", "stock", "lookahead 40%, union"} <= table.keys()
+    assert table["lookahead 40%, per-head"][0] == "64"
     assert "CPU" in out and "Traceback" not in err
 
     assert main([*command, "--out", str(path)]) == 0  # nothing is left to measure
@@ -206,4 +206,4 @@ def test_the_real_model(
     exact, bound, span = report.decodes[0].runs
     assert exact.live_nbytes == 2 * 200 * row
     assert bound.live_nbytes == span.live_nbytes == 2 * 50 * row
-    assert "span 25%, shared" in capsys.readouterr().out
+    assert "lookahead 25%, shared" in capsys.readouterr().out

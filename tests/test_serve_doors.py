@@ -13,7 +13,7 @@ from commands import fault_of
 from kvkeep.cli import serve as command
 from kvkeep.cli.main import build_parser, main
 from kvkeep.errors import ConfigError
-from kvkeep.generation import RECOMMENDED
+from kvkeep.generation import SERVED
 from kvkeep.server import ServerSettings, parse_kv, serve
 from kvkeep.server.faults import RequestError
 from kvkeep.spec import Budget, EvictionConfig
@@ -251,7 +251,7 @@ def test_flags_of_mlx_lm_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert others == ["--kv-bits", "8", "--kv-group-size", "32", "--temp", "0.5", "--pipeline"]
     assert (settings.config.group, settings.evicting, settings.api_key) == ("max", False, None)
-    assert settings.config.policy == RECOMMENDED.policy
+    assert settings.config.policy == SERVED.policy
 
 
 def test_own_flags(monkeypatch: pytest.MonkeyPatch) -> None:

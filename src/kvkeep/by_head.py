@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from kvkeep.caches import HeadPartitionedKVCache, leaves_of, require_evictable
-from kvkeep.compaction import evict_selection, layers_to_evict
+from kvkeep.compaction import evict_selection
 from kvkeep.errors import SelectionError
+from kvkeep.evictable import layers_to_evict
 from kvkeep.spec import (
     HeadPartitionedEvictionResult,
     LayerSelection,

@@ -43,19 +43,16 @@ from kvkeep.caches import (
     with_siblings,
 )
 from kvkeep.choosing import Chooser, require_choosable, require_compatible
-from kvkeep.errors import (
-    CacheError,
-    ConfigError,
-    PromptError,
-    SelectionError,
-)
+from kvkeep.errors import CacheError, ConfigError, PromptError, SelectionError
 from kvkeep.evictable import (
     Evictable,
     evictable,
     full_attention_layers,
     known_rows,
+    layers_to_evict,
     require_possible,
     require_room,
+    sees_all_from_replay,
 )
 from kvkeep.policies import Policy, policy_of
 from kvkeep.spec import (
@@ -95,23 +92,6 @@ def evict_prompt_cache(
     kept = LayerSelection((checked_positions(keep_indices),))
     layers = layers_to_evict(prompt_cache, model)
     return evict_selection(prompt_cache, Selection(true_offset, dict.fromkeys(layers, kept)))
-
-
-def layers_to_evict(prompt_cache: list[Any], model: Any | None = None) -> list[int]:
-    """Indices, among the leaves of a cache list, of filled `KVCache`s that may lose rows.
-
-    Args:
-        prompt_cache: mlx-lm's cache list.
-        model: what the cache is of; without it every filled `KVCache` counts.
-
-    Raises:
-        CacheError: a layer is quantised or a batch (`model` given).
-        UnsupportedModelError: `model` can do without rows in none of its layers.
-    """
-    exact = [i for i, leaf in enumerate(leaves_of(prompt_cache)) if is_exact(leaf)]
-    if model is None or not exact:
-        return exact
-    return [index for index in evictable(model, prompt_cache).layers if index in exact]
 
 
 def evict_selection(
@@ -290,12 +270,6 @@ def prefill_and_compact(
     return replace(result, times=replace(result.times, prefill=prefill, score=score))
 
 
-def sees_all_from_replay(policy: Policy) -> bool:
-    """Whether a policy can score a cache that was filled unobserved: it reads no more of the
-    prefill than the last queries."""
-    return not {"attention", "replay"} & policy.needs
-
-
 def compact_prefilled(
     model: Any,
     tokens: Sequence[int],
@@ -349,8 +323,7 @@ def compact_prefilled(
         )
         seen = replace(seen, observers=observers)
     if policy.draft_length:
-        start_at = draft_start or DraftStart()
-        seen = drafted(model, tokens, cache, layers, policy, seen, start_at)
+        seen = drafted(model, tokens, cache, layers, policy, seen, draft_start or DraftStart())
     selection = choose_observed(cache, layers, seen, config, policy, allocation)
     score = time.perf_counter() - start
     result = store_selection(list(cache), selection, config.store)

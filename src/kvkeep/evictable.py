@@ -19,7 +19,14 @@ from kvkeep.attention import (
     model_name,
     stand_in_fault,
 )
-from kvkeep.caches import is_compact, is_plain, leaves_of, require_evictable, require_one_request
+from kvkeep.caches import (
+    is_compact,
+    is_exact,
+    is_plain,
+    leaves_of,
+    require_evictable,
+    require_one_request,
+)
 from kvkeep.choosing import require_one_count
 from kvkeep.errors import BudgetError, ConfigError, UnsupportedModelError
 from kvkeep.policies import POLICIES, Policy
@@ -95,6 +102,29 @@ def evictable_layers(model: Any, cache: list[Any]) -> list[int]:
         As `evictable`.
     """
     return evictable(model, cache).layers
+
+
+def layers_to_evict(prompt_cache: list[Any], model: Any | None = None) -> list[int]:
+    """Indices, among the leaves of a cache list, of filled `KVCache`s that may lose rows.
+
+    Args:
+        prompt_cache: mlx-lm's cache list.
+        model: what the cache is of; without it every filled `KVCache` counts.
+
+    Raises:
+        CacheError: a layer is quantised or a batch (`model` given).
+        UnsupportedModelError: `model` can do without rows in none of its layers.
+    """
+    exact = [i for i, leaf in enumerate(leaves_of(prompt_cache)) if is_exact(leaf)]
+    if model is None or not exact:
+        return exact
+    return [index for index in evictable(model, prompt_cache).layers if index in exact]
+
+
+def sees_all_from_replay(policy: Policy) -> bool:
+    """Whether a policy can score a cache that was filled unobserved: it reads no more of the
+    prefill than the last queries."""
+    return not {"attention", "replay"} & policy.needs
 
 
 def query_free_policies() -> list[str]:

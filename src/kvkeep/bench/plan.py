@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from kvkeep.allocation import allocation_of
 from kvkeep.choosing import require_compatible
-from kvkeep.compaction import sees_all_from_replay
 from kvkeep.errors import ConfigError
+from kvkeep.evictable import sees_all_from_replay
 from kvkeep.generation import RECOMMENDED
 from kvkeep.policies import policy_of
 from kvkeep.spec import EvictionConfig, checked_count

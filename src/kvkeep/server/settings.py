@@ -8,8 +8,8 @@ from typing import Any
 
 from kvkeep.allocation import ALLOCATION_OPTIONS, allocation_of
 from kvkeep.choosing import require_compatible
-from kvkeep.compaction import sees_all_from_replay
 from kvkeep.errors import ConfigError
+from kvkeep.evictable import sees_all_from_replay
 from kvkeep.generation import SERVED
 from kvkeep.policies import POLICY_OPTIONS, policy_of
 from kvkeep.server.faults import RequestError
