@@ -309,6 +309,8 @@ def process(*argv: str) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=env,
+        # Tests in a shell's background inherit an ignored SIGINT, which would never end the run.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
