@@ -59,6 +59,7 @@ def test_it_declares_itself(name: str) -> None:
     assert policy.query_aware <= ("queries" in policy.needs)
     assert hash(policy) == hash(get_policy(name))  # frozen: it cannot hold a request's state
     assert policy_of(EvictionConfig(policy=name)) == policy  # no default of a config is refused
+    assert ("draft" in policy.needs) == (policy.draft_length > 0)
     for budget in (1, 8, 4096):
         assert policy.default_recent(budget) >= 0
 

@@ -189,11 +189,11 @@ def require_same(side: Side, read: Prefilled) -> None:
     for pair in PAIRS:
         if pair.name == "kvzip":
             continue  # prefilled by itself
-        press = press_of(pair, BUDGETS[1])
+        press = press_of(pair, BUDGETS[0])
         shared = side.compressed(read, press)
         masks = [getattr(a, "masked_key_indices", None) for a in attentions(side.model)]
         side.unmask()
-        with press_of(pair, BUDGETS[1])(side.model):
+        with press_of(pair, BUDGETS[0])(side.model):
             own = side.prefill(read.ids)
         for number, attention in enumerate(attentions(side.model)):
             one: Any = shared.layers[number]

@@ -85,7 +85,9 @@ def _asked(*planned: Planned) -> tuple[Planned, ...]:
     """Those that are asked for; the recommended setting always is."""
     only = os.environ.get("KVKEEP_PEERS_ONLY")
     names = None if only is None else {name.strip() for name in only.split(",")}
-    return tuple(p for p in planned if names is None or p.name in names or "recomm" in p.name)
+    return tuple(
+        p for p in planned if names is None or p.name in names or p.name.endswith("(recommended)")
+    )
 
 
 _SNAP = "window=64:pool_kernel=5:sink_tokens=0"

@@ -39,7 +39,7 @@ class Reading:
         layers: indices of its evictable layers.
         length: T, tokens read.
         seen: what the prefill saw, by policy.
-        seconds: it took, without second readings.
+        seconds: it took, without second readings and drafts.
         scores: what policies scored so far.
     """
 
